@@ -17,10 +17,11 @@ from tasks.runtime.evaluation.evaluate_model import evaluate
 from tasks.runtime.export.export_model import export
 from tasks.runtime.models.trained_weights import collect_weights
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
-from tests.runtime.helpers.comparable_runs import curve
+from tests.runtime.helpers.comparable_runs import approx, curve, file_of
 from tests.runtime.helpers.pictures import QUESTION, SHAPES, picture, write_shapes
+from tests.runtime.helpers.train_forked import launch
 from tests.runtime.helpers.train_only import train_spec
-from tests.runtime.helpers.vision_models import qwen2_5_vl
+from tests.runtime.helpers.vision_models import llava, qwen2_5_vl
 
 ROOT = Path(__file__).parents[2]
 ROTATED = (*SHAPES[1:], SHAPES[0])
@@ -115,3 +116,27 @@ def test_an_adapter_learns_other_answers_in_packed_rows_also_interrupted(learned
     weights = collect_weights(RunFolder.of(spec), spec.adapter, record)
     folder = export(spec, evaluate(spec, record, data, weights), data, weights)
     assert accuracy(folder.model, ROTATED) > 0.95
+
+
+@pytest.mark.parametrize("family", [llava, qwen2_5_vl])
+def test_two_processes_train_as_one_also_where_only_one_has_an_image(family, tmp_path):
+    """Under ddp and fsdp, whose layers are gathered by all ranks; a part of LLaVA's tower is never used."""
+    base, source = family(tmp_path / "base"), write_shapes(tmp_path, 12)
+    texts = [{"messages": [{"role": role, "content": "circle"} for role in ("user", "assistant")]}] * 12
+    source.write_text(source.read_text() + "".join(json.dumps(row) + "\n" for row in texts))
+    common = {"tracking": {"log_every": 1}, "optimizer": {"lr": 1e-3}, "checkpoint": {"every": 9}}
+
+    def run(name, processes, **changes):
+        training = {"steps": 4, "micro_batch_size": 1, "gradient_accumulation_steps": 4 // processes}
+        topology = {"nproc_per_node": processes}
+        return spec_of(tmp_path, name, base, source, training=training, topology=topology, **common, **changes)
+
+    alone, *others = run("one", 1), run("ddp", 2, parallel={"type": "ddp"}), run("fsdp", 2, parallel={"type": "fsdp"})
+    train_spec(alone)
+    launch(2, *(file_of(tmp_path, spec) for spec in others))
+    # Fewer rows at a time are padded to other lengths, which counts as tokens.
+    losses = [(point[:4], point[-1]) for point in curve(alone)]
+    for spec in others:
+        found = curve(spec)
+        assert [point[-1] for point in found] == [targets for _, targets in losses]
+        assert [point[:4] for point in found] == approx([point for point, _ in losses])

@@ -128,9 +128,9 @@ class ImageProcessor:
             self._known.add(text)
         return found
 
-    def inputs(self, pictures: list[Image.Image]) -> dict[str, Any]:
-        """What the model takes beside tokens, for all images of a batch in order, as tensors."""
-        return dict(self._processor.image_processor([pictures], return_tensors="pt"))
+    def inputs(self, pictures: list[list[Image.Image]]) -> dict[str, Any]:
+        """What the model takes beside tokens, as tensors, for the images of each chat of a batch that has some."""
+        return dict(self._processor.image_processor(pictures, return_tensors="pt"))
 
     def blank(self) -> tuple[bytes, list[int]]:
         """The bytes of a blank image, and the ids of the tokens that stand for it."""

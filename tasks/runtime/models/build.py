@@ -39,7 +39,7 @@ from tasks.runtime.models.custom_code import register_custom_code
 from tasks.runtime.models.pretrained import load_pretrained, readable
 from tasks.runtime.models.recurrent_layers import isolate_sequences
 from tasks.runtime.models.sequence_masks import mask_sequences
-from tasks.runtime.models.vision import auto_class
+from tasks.runtime.models.vision import auto_class, beyond_text
 from tasks.runtime.optim.parameter_names import names_of, select
 
 log = logging.getLogger(__name__)
@@ -345,11 +345,9 @@ def freeze_non_text_parameters(model: PreTrainedModel) -> None:
 
     They never get a gradient: `ddp` would wait for one, and in flat buffers weight decay would shrink them.
     """
-    if model.config.get_text_config() is model.config:
+    beyond = beyond_text(model)
+    if not beyond:
         return
-    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
-    reached = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
-    beyond = [parameter for parameter in model.parameters() if id(parameter) not in reached]
     for parameter in beyond:
         parameter.requires_grad_(False)
     total = sum(parameter.numel() for parameter in beyond)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,11 +33,17 @@ from tasks.runtime.data.dataset import (
 from tasks.runtime.data.image_files import open_picture
 from tasks.runtime.data.image_processor import ImageProcessor, saved_processor
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 # Whether a token is of an image, under the names of different families.
 _TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
-IMAGE_PACKING = frozenset(("qwen2_vl", "qwen2_5_vl"))
+IMAGE_PACKING = frozenset((
+    "glm4v", "idefics3", "internvl", "llava", "llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl",
+    "qwen3_vl_moe",
+))  # fmt: skip
 """Families that are known to keep the sequences of a packed row apart, with their images."""
 
 
@@ -87,6 +93,15 @@ def require_image_support(spec: RunSpec, data: PreparedData) -> None:
             )
 
 
+def beyond_text(model: PreTrainedModel) -> list[nn.Parameter]:
+    """The parameters of a multimodal model that text does not reach; none of another."""
+    if not is_multimodal(model.config):
+        return []
+    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    reached = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
+    return [parameter for parameter in model.parameters() if id(parameter) not in reached]
+
+
 def with_model_inputs(
     collate: Callable[[list[Row]], Batch], model: nn.Module, data: PreparedData | None
 ) -> Callable[[list[Row]], Batch]:
@@ -128,7 +143,7 @@ class _Collator:
         if self._processor is not None and not any("images" in row for row in rows):
             # Every batch runs the tower, so that sharded weights are gathered, and moments decay, on all ranks alike.
             rows = [*rows, self._blank_row(rows[0])]
-        pictures = [open_picture(image.numpy().tobytes()) for row in rows for image in _images_of(row)]
+        pictures = [chat for row in rows for chat in _pictures_of(row)]
         inputs: dict[str, Any] = {}
         if pictures:
             assert self._processor is not None
@@ -196,15 +211,19 @@ class _Collator:
         return positions[:, 0]
 
 
-def _images_of(row: Row) -> list[Tensor]:
-    content, sizes, _ = (row.get(name) for name in IMAGE_COLUMNS)
-    return [] if content is None or sizes is None else list(content.split(sizes.tolist()))
+def _pictures_of(row: Row) -> list[list[Image.Image]]:
+    """The pictures of each document of a row that has some."""
+    if "images" not in row:
+        return []
+    content, sizes, counts = (row[name] for name in IMAGE_COLUMNS)
+    left = iter(content.split(sizes.tolist()))
+    return [[open_picture(next(left).numpy().tobytes()) for _ in range(count)] for count in counts.tolist() if count]
 
 
 def sample_inputs(processor: ImageProcessor, model: PreTrainedModel, ids: Tensor, images: list[bytes]) -> Batch:
     """What `model` takes beside `ids` [1, T] to continue a prompt with images, on its device."""
     accepted = set(inspect.signature(original_class(unwrap(model)).forward).parameters)
-    inputs = processor.inputs([open_picture(image) for image in images])
+    inputs = processor.inputs([[open_picture(image) for image in images]])
     stands = torch.isin(ids.cpu(), torch.tensor(processor.image_ids)).long()
     inputs |= {name: stands for name in _TYPES}
     return {

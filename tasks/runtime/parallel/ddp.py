@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from strata_platform.spec.parallel import Ddp as Settings
 from tasks.runtime.models.build import move_to_device
+from tasks.runtime.models.vision import beyond_text
 from tasks.runtime.parallel.base import BaseStrategy
 from tasks.runtime.process.ranks import Processes
 
@@ -30,6 +31,8 @@ class Ddp(BaseStrategy):
             bucket_cap_mb=self._settings.bucket_cap_mb,
             # Gradients live in the reduction buckets, so there is no second copy of them.
             gradient_as_bucket_view=True,
+            # Some vision towers have a last layer that nothing reads.
+            find_unused_parameters=any(parameter.requires_grad for parameter in beyond_text(model)),
         )
         fix_bucket_order(wrapped)
         return wrapped

@@ -38,74 +38,351 @@ def _trained(special):
 
 
 def tokenizer_with(special, image, **named):
-    """A byte-level tokenizer with special tokens, and a template that writes `image` for an image."""
+    """A byte-level tokenizer with special tokens, and a template that writes `image` for an image.
+
+    named: further special tokens by the names under which the family's processor looks for them.
+    """
+    special = (*special, *(token for token in named.values() if token not in special))
     made = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_trained(special)),
         eos_token=END,
         pad_token="<|endoftext|>",
         clean_up_tokenization_spaces=False,
-        **named,
+        extra_special_tokens=named,
     )
     made.chat_template = CHATML.replace("IMAGE", image)
     return made
 
 
-def qwen2_5_vl(folder, *, hidden=64, layers=2, depth=2, seed=0, edge=32):
-    """A Qwen2.5-VL of patches of 4 pixels, four of which become a token."""
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-    from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
-    from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
-    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+def text_sizes(tokenizer, hidden=64, layers=2, **more):
+    """The fields of a small text model."""
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": hidden // 4,
+        "max_position_embeddings": 512,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    } | more
 
-    names = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-    tokenizer = tokenizer_with(names, "<|vision_start|><|image_pad|><|vision_end|>")
-    start, end, image, video = tokenizer.convert_tokens_to_ids(list(names))
+
+def _m_rope(hidden, **more):
+    half = hidden // 8
+    rest = half // 3
+    return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [half - 2 * rest, rest, rest]} | more
+
+
+QWEN = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+
+
+def _qwen(folder, model, config_class, processor_class, video_class, vision, text=None, *, hidden, edge, seed, rope=()):
+    """A model of Qwen's families of patches of 4 pixels, four of which become a token."""
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+
+    tokenizer = tokenizer_with(QWEN, "<|vision_start|><|image_pad|><|vision_end|>")
+    start, end, image, video = tokenizer.convert_tokens_to_ids(list(QWEN))
     sizes = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
-    processor = Qwen2_5_VLProcessor(
+    processor = processor_class(
         image_processor=Qwen2VLImageProcessor(size={"shortest_edge": 64, "longest_edge": edge**2}, **sizes),
         tokenizer=tokenizer,
-        video_processor=Qwen2VLVideoProcessor(**sizes),
+        video_processor=video_class(**sizes),
         chat_template=tokenizer.chat_template,
     )
-    config = Qwen2_5_VLConfig(
-        text_config={
-            "vocab_size": len(tokenizer),
-            "hidden_size": hidden,
-            "intermediate_size": 2 * hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 512,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": _sections(hidden // 8)},
-            "bos_token_id": None,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-        },
+    config = config_class(
+        text_config=text_sizes(tokenizer, hidden, rope_parameters=_m_rope(hidden, **dict(rope)), **(text or {})),
         vision_config={
-            "depth": depth,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "out_hidden_size": hidden,
-            "patch_size": 4,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "window_size": 16,
-            "fullatt_block_indexes": [depth - 1],
+            "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "depth": 2, "num_heads": 2, **vision,
         },
         image_token_id=image,
         video_token_id=video,
         vision_start_token_id=start,
         vision_end_token_id=end,
         tie_word_embeddings=True,
+    )  # fmt: skip
+    return _saved(folder, model, config, processor, seed)
+
+
+def qwen2_vl(folder, *, hidden=64, edge=32, seed=0):
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+    from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+
+    vision = {"embed_dim": 32, "hidden_size": hidden, "mlp_ratio": 2}
+    classes = Qwen2VLForConditionalGeneration, Qwen2VLConfig, Qwen2VLProcessor, Qwen2VLVideoProcessor
+    return _qwen(folder, *classes, vision, hidden=hidden, edge=edge, seed=seed)
+
+
+def qwen2_5_vl(folder, *, hidden=64, edge=32, seed=0):
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+
+    vision = {
+        "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": hidden, "window_size": 16,
+        "fullatt_block_indexes": [1],
+    }  # fmt: skip
+    classes = Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLConfig, Qwen2_5_VLProcessor, Qwen2VLVideoProcessor
+    return _qwen(folder, *classes, vision, hidden=hidden, edge=edge, seed=seed)
+
+
+def _qwen3(folder, model, config, hidden, edge, seed, text=None):
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+    vision = {
+        "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": hidden, "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0],
+    }  # fmt: skip
+    classes, rope = (model, config, Qwen3VLProcessor, Qwen3VLVideoProcessor), {"mrope_interleaved": True}
+    return _qwen(folder, *classes, vision, text, hidden=hidden, edge=edge, seed=seed, rope=rope)
+
+
+def qwen3_vl(folder, *, hidden=64, edge=32, seed=0):
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    return _qwen3(folder, Qwen3VLForConditionalGeneration, Qwen3VLConfig, hidden, edge, seed)
+
+
+def qwen3_vl_moe(folder, *, hidden=64, edge=32, seed=0):
+    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+    return _qwen3(folder, Qwen3VLMoeForConditionalGeneration, Qwen3VLMoeConfig, hidden, edge, seed, experts)
+
+
+def glm4v(folder, *, hidden=64, edge=32, seed=0):
+    from transformers import Glm4vConfig, Glm4vForConditionalGeneration
+    from transformers.models.glm4v.image_processing_glm4v import Glm4vImageProcessor
+    from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
+    from transformers.models.glm4v.video_processing_glm4v import Glm4vVideoProcessor
+
+    names = (
+        "<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|begin_of_video|>", "<|end_of_video|>", "<|video|>"
+    )  # fmt: skip
+    tokenizer = tokenizer_with(names, "<|begin_of_image|><|image|><|end_of_image|>")
+    ids = tokenizer.convert_tokens_to_ids(list(names))
+    sizes = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+    size = {"shortest_edge": 64, "longest_edge": 2 * edge**2}
+    processor = Glm4vProcessor(
+        image_processor=Glm4vImageProcessor(size=size, **sizes),
+        tokenizer=tokenizer,
+        video_processor=Glm4vVideoProcessor(size=size, **sizes),
+        chat_template=tokenizer.chat_template,
     )
-    return _saved(folder, Qwen2_5_VLForConditionalGeneration, config, processor, seed)
+    config = Glm4vConfig(
+        text_config=text_sizes(tokenizer, hidden, rope_parameters=_m_rope(hidden, partial_rotary_factor=1.0)),
+        vision_config={
+            "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "depth": 2, "num_heads": 2,
+            "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": hidden, "image_size": 32,
+        },
+        image_token_id=ids[2],
+        video_token_id=ids[5],
+        image_start_token_id=ids[0],
+        image_end_token_id=ids[1],
+        video_start_token_id=ids[3],
+        video_end_token_id=ids[4],
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    return _saved(folder, Glm4vForConditionalGeneration, config, processor, seed)
 
 
-def _sections(half):
-    """Dimensions of a rotary embedding for time, height and width: `half` in all."""
-    rest = half // 3
-    return [half - 2 * rest, rest, rest]
+TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4}
+
+
+def gemma3(folder, *, hidden=64, seed=0):
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+    from transformers.models.gemma3.image_processing_gemma3 import Gemma3ImageProcessor
+    from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+
+    named = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+    tokenizer = tokenizer_with((), "<start_of_image>", **named)
+    begin, end, image = tokenizer.convert_tokens_to_ids(list(named.values()))
+    processor = Gemma3Processor(
+        image_processor=Gemma3ImageProcessor(size={"height": 32, "width": 32}),
+        tokenizer=tokenizer,
+        chat_template=tokenizer.chat_template,
+        image_seq_length=16,
+    )
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32, "query_pre_attn_scalar": 16}
+    config = Gemma3Config(
+        text_config=text_sizes(tokenizer, hidden, **kinds),
+        vision_config={**TOWER, "image_size": 32},
+        mm_tokens_per_image=16,
+        boi_token_index=begin,
+        eoi_token_index=end,
+        image_token_index=image,
+    )
+    return _saved(folder, Gemma3ForConditionalGeneration, config, processor, seed)
+
+
+def llava(folder, *, hidden=64, seed=0):
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+    from transformers.models.llava.image_processing_llava import LlavaImageProcessor
+    from transformers.models.llava.processing_llava import LlavaProcessor
+
+    tokenizer = tokenizer_with(("<image>",), "<image>\n")
+    processor = LlavaProcessor(
+        image_processor=LlavaImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
+        tokenizer=tokenizer,
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=tokenizer.chat_template,
+    )
+    config = LlavaConfig(
+        text_config=LlamaConfig(**text_sizes(tokenizer, hidden)),
+        vision_config=CLIPVisionConfig(**TOWER, image_size=16, projection_dim=32),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_seq_length=16,
+    )
+    return _saved(folder, LlavaForConditionalGeneration, config, processor, seed)
+
+
+def llava_onevision(folder, *, hidden=64, seed=0):
+    from transformers import (
+        LlavaOnevisionConfig,
+        LlavaOnevisionForConditionalGeneration,
+        Qwen2Config,
+        SiglipVisionConfig,
+    )
+    from transformers.models.llava_onevision.image_processing_llava_onevision import LlavaOnevisionImageProcessor
+    from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
+    from transformers.models.llava_onevision.video_processing_llava_onevision import LlavaOnevisionVideoProcessor
+
+    names, grids = ("<image>", "<video>"), [[16, 16], [16, 32], [32, 16], [32, 32]]
+    tokenizer = tokenizer_with(names, "<image>\n")
+    image, video = tokenizer.convert_tokens_to_ids(list(names))
+    size = {"height": 16, "width": 16}
+    processor = LlavaOnevisionProcessor(
+        image_processor=LlavaOnevisionImageProcessor(size=size, image_grid_pinpoints=grids),
+        tokenizer=tokenizer,
+        video_processor=LlavaOnevisionVideoProcessor(size=size),
+        num_image_tokens=16,
+        vision_feature_select_strategy="full",
+        chat_template=tokenizer.chat_template,
+    )
+    config = LlavaOnevisionConfig(
+        text_config=Qwen2Config(**text_sizes(tokenizer, hidden)),
+        vision_config=SiglipVisionConfig(**TOWER, image_size=16, vision_use_head=False),
+        image_token_index=image,
+        video_token_index=video,
+        image_grid_pinpoints=grids,
+    )
+    return _saved(folder, LlavaOnevisionForConditionalGeneration, config, processor, seed)
+
+
+def idefics3(folder, *, hidden=64, seed=0):
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration, LlamaConfig
+    from transformers.models.idefics3.image_processing_idefics3 import Idefics3ImageProcessor
+    from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+
+    tokenizer = _idefics_tokenizer()
+    processor = Idefics3Processor(
+        image_processor=Idefics3ImageProcessor(size={"longest_edge": 32}, max_image_size={"longest_edge": 16}),
+        tokenizer=tokenizer,
+        image_seq_len=4,
+        chat_template=tokenizer.chat_template,
+    )
+    config = Idefics3Config(
+        text_config=LlamaConfig(**text_sizes(tokenizer, hidden)),
+        vision_config={**TOWER, "image_size": 16},
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        scale_factor=2,
+    )
+    return _saved(folder, Idefics3ForConditionalGeneration, config, processor, seed)
+
+
+def _idefics_tokenizer():
+    places = (f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2))
+    named = {
+        "fake_image_token": "<fake_token_around_image>",
+        "image_token": "<image>",
+        "end_of_utterance_token": END,
+        "global_image_token": "<global-img>",
+    }
+    return tokenizer_with((*places, END), "<image>", **named)
+
+
+def internvl(folder, *, hidden=64, seed=0):
+    from transformers import InternVLConfig, InternVLForConditionalGeneration, Qwen2Config
+    from transformers.models.got_ocr2.image_processing_got_ocr2 import GotOcr2ImageProcessor
+    from transformers.models.internvl.processing_internvl import InternVLProcessor
+    from transformers.models.internvl.video_processing_internvl import InternVLVideoProcessor
+
+    named = {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    }
+    tokenizer = tokenizer_with((), "<IMG_CONTEXT>\n", **named)
+    size = {"height": 16, "width": 16}
+    processor = InternVLProcessor(
+        image_processor=GotOcr2ImageProcessor(size=size, crop_to_patches=True, min_patches=1, max_patches=4),
+        tokenizer=tokenizer,
+        video_processor=InternVLVideoProcessor(size=size),
+        image_seq_length=4,
+        chat_template=tokenizer.chat_template,
+    )
+    config = InternVLConfig(
+        text_config=Qwen2Config(**text_sizes(tokenizer, hidden)),
+        vision_config={**TOWER, "patch_size": [4, 4], "image_size": [16, 16]},
+        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_seq_length=4,
+        downsample_ratio=0.5,
+    )
+    return _saved(folder, InternVLForConditionalGeneration, config, processor, seed)
+
+
+PIXTRAL = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+
+
+def _pixtral_processor(merge):
+    from transformers.models.pixtral.image_processing_pixtral import PixtralImageProcessor
+    from transformers.models.pixtral.processing_pixtral import PixtralProcessor
+
+    tokenizer, patch = tokenizer_with(PIXTRAL, "[IMG]"), {"height": 4, "width": 4}
+    return PixtralProcessor(
+        image_processor=PixtralImageProcessor(patch_size={side: size * merge for side, size in patch.items()},
+                                              size={"longest_edge": 32}),
+        tokenizer=tokenizer,
+        patch_size=4,
+        spatial_merge_size=merge,
+        chat_template=tokenizer.chat_template,
+    )  # fmt: skip
+
+
+def pixtral(folder, *, hidden=64, seed=0):
+    """Pixtral 12B is a LLaVA of Pixtral's tower."""
+    from transformers import LlavaConfig, LlavaForConditionalGeneration, MistralConfig, PixtralVisionConfig
+
+    processor = _pixtral_processor(1)
+    config = LlavaConfig(
+        text_config=MistralConfig(**text_sizes(processor.tokenizer, hidden)),
+        vision_config=PixtralVisionConfig(**TOWER, image_size=32),
+        image_token_index=processor.tokenizer.convert_tokens_to_ids("[IMG]"),
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    )
+    return _saved(folder, LlavaForConditionalGeneration, config, processor, seed)
+
+
+def mistral3(folder, *, hidden=64, seed=0):
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration, MistralConfig, PixtralVisionConfig
+
+    processor = _pixtral_processor(2)
+    config = Mistral3Config(
+        text_config=MistralConfig(**text_sizes(processor.tokenizer, hidden)),
+        vision_config=PixtralVisionConfig(**TOWER, image_size=32),
+        image_token_index=processor.tokenizer.convert_tokens_to_ids("[IMG]"),
+        spatial_merge_size=2,
+    )
+    return _saved(folder, Mistral3ForConditionalGeneration, config, processor, seed)
 
 
 def _saved(folder, model_class, config, processor, seed):
@@ -117,4 +394,10 @@ def _saved(folder, model_class, config, processor, seed):
     return folder
 
 
-FAMILIES = {"qwen2_5_vl": qwen2_5_vl}
+FAMILIES = {
+    family.__name__: family
+    for family in (
+        qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, glm4v, gemma3, llava, llava_onevision, idefics3, internvl,
+        pixtral, mistral3,
+    )
+}  # fmt: skip

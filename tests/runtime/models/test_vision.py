@@ -8,6 +8,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from strata_platform.spec import DataRecipe, RunSpec
+from strata_platform.spec.kernels import Kernels
 from tasks.runtime.data import collate, collate_flat, fingerprint, prepare
 from tasks.runtime.data.dataset import IMAGE_COLUMNS
 from tasks.runtime.data.image_files import open_picture
@@ -18,6 +19,8 @@ from tasks.runtime.objectives.training_step import build_training_step
 from tests.runtime.helpers import vision_models
 from tests.runtime.helpers.pictures import SHAPES, picture
 
+# Of a processor, about numpy.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 # Families whose models and processors are made here from scratch.
 FAMILIES = vision_models.FAMILIES
 
@@ -86,17 +89,18 @@ def plain_loss(folder, row):
     return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.parametrize("kernels", [False, "auto"], ids=["plain", "kernels"])
 @pytest.mark.parametrize("which", [0, 2], ids=["one image", "two images"])
-def test_a_step_has_the_loss_and_gradients_of_plain_transformers(family, which):
+def test_a_step_has_the_loss_and_gradients_of_plain_transformers(family, which, kernels):
     _, folder, spec, data = family
+    spec = spec.model_copy(update={"kernels": Kernels(enabled=kernels)})
     row = by_images(data)[which]
     expected, gradients = plain_loss(folder, row)
     model = build_model(spec.model, spec.seed).eval()
     step = build_training_step(model, spec, torch.device("cpu"), data)
-    batch = step.collate([row])
-    step.objective.micro_batch_loss(model.eval(), batch, torch.tensor(1)).loss.backward()
-    found = step.objective.micro_batch_loss(model, batch, torch.tensor(1)).loss.item()
-    assert found == pytest.approx(expected, rel=1e-5)
+    loss = step.objective.micro_batch_loss(model.eval(), step.collate([row]), torch.tensor(1)).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
     for name, parameter in model.named_parameters():
         if gradients[name] is not None:
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-5, msg=name)
@@ -127,7 +131,7 @@ def packed(rows):
 
 def test_chats_of_a_packed_row_are_kept_apart(family):
     """Exactly for the families that may be packed: each chat's logits, and no gradient from one chat to another."""
-    name, _, spec, data = family
+    _, _, spec, data = family
     model = build_model(spec.model, spec.seed).eval()
     rows = by_images(data)
     made = with_model_inputs(collate, model, data)
@@ -143,7 +147,7 @@ def test_chats_of_a_packed_row_are_kept_apart(family):
     states = model(**inputs).logits[0, ends[0] : ends[1]]
     (gradient,) = torch.autograd.grad(states.square().sum(), pixels, allow_unused=True)
     apart &= gradient is None or not bool(gradient.any())
-    assert apart == (name in IMAGE_PACKING)
+    assert apart == (model.config.model_type in IMAGE_PACKING)
 
 
 def test_a_batch_without_images_runs_the_tower_and_learns_nothing_of_it(family):
@@ -152,18 +156,18 @@ def test_a_batch_without_images_runs_the_tower_and_learns_nothing_of_it(family):
     step = build_training_step(model, spec, torch.device("cpu"), data)
     batch = step.collate([by_images(data)[1]])
     step.objective.micro_batch_loss(model.eval(), batch, torch.tensor(1)).loss.backward()
-    tower = [parameter for name, parameter in model.named_parameters() if "vision" in name or "visual" in name]
-    assert tower
-    assert all(
-        parameter.grad is not None and not parameter.grad.any() for parameter in tower if parameter.requires_grad
-    )
+    gradients = [parameter.grad for name, parameter in model.named_parameters() if "vision" in name or "visual" in name]
+    # Of some towers, the last layer is not used.
+    ran = [gradient for gradient in gradients if gradient is not None]
+    assert len(ran) > len(gradients) / 2
+    assert not any(gradient.any() for gradient in ran)
 
 
 def test_rows_that_attend_by_flash_attention_are_one_row(family):
-    name, _, spec, data = family
-    if name not in IMAGE_PACKING:
-        pytest.skip("rows share a batch's only row")
+    _, _, spec, data = family
     model = build_model(spec.model, spec.seed).eval()
+    if model.config.model_type not in IMAGE_PACKING:
+        pytest.skip("rows share a batch's only row")
     rows = by_images(data)
     flat = model(**model_inputs(with_model_inputs(collate_flat, model, data)(list(rows)))).logits[0]
     row = model(**model_inputs(with_model_inputs(collate, model, data)([packed(rows)]))).logits[0]
