@@ -19,7 +19,10 @@ from tasks.runtime.data.context_shards import shard_collate
 from tasks.runtime.data.dataset import Batch, PreparedData, Row
 from tasks.runtime.data.mixture import RowOrder
 from tasks.runtime.data.row_order import row_order
+from tasks.runtime.process.cpus import available_cpus
 from tasks.runtime.process.ranks import Processes
+
+_MAX_WORKERS = 8
 
 DataSkip = tuple[int, int]
 """(step, n): after this step, the data of the next n steps is skipped."""
@@ -101,9 +104,17 @@ def training_loader(
     start: int,
     stop: int,
     data_skips: Sequence[DataSkip] = (),
+    workers: int | None = None,
 ) -> TimedDataLoader:
-    """Loader of this rank's micro-batches in order, `training.gradient_accumulation_steps` per step."""
+    """Loader of this rank's micro-batches in order, `training.gradient_accumulation_steps` per step.
+
+    workers: processes that make batches ahead; by default some if there are images to decode for a GPU, else none.
+    """
     rows = data.train
+    if workers is None:
+        # A CPU that trains has none to spare.
+        pictured = data.manifest.has_images and processes.device.type == "cuda"
+        workers = min(_MAX_WORKERS, available_cpus() // spec.topology.nproc_per_node - 1) if pictured else 0
     order = row_order(data.manifest, rows, spec.data, spec.seed)
     return TimedDataLoader(
         rows,
@@ -113,4 +124,7 @@ def training_loader(
         # DataLoader draws a seed at each iteration. With the default generator, which dropout uses, a resumed run would
         # draw one number more than an undisturbed run.
         generator=torch.Generator(),
+        num_workers=max(0, workers),
+        # Forked, they have the processor without loading it again. They touch no GPU.
+        multiprocessing_context="fork" if workers > 0 else None,
     )

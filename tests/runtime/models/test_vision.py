@@ -12,10 +12,12 @@ from strata_platform.spec.kernels import Kernels
 from tasks.runtime.data import collate, collate_flat, fingerprint, prepare
 from tasks.runtime.data.dataset import IMAGE_COLUMNS
 from tasks.runtime.data.image_files import open_picture
+from tasks.runtime.data.loader import training_loader
 from tasks.runtime.models.build import build_model
 from tasks.runtime.models.vision import IMAGE_PACKING, with_model_inputs
 from tasks.runtime.objectives.objective import model_inputs
 from tasks.runtime.objectives.training_step import build_training_step
+from tasks.runtime.process.ranks import Processes
 from tests.runtime.helpers import vision_models
 from tests.runtime.helpers.pictures import SHAPES, picture
 
@@ -172,3 +174,22 @@ def test_rows_that_attend_by_flash_attention_are_one_row(family):
     flat = model(**model_inputs(with_model_inputs(collate_flat, model, data)(list(rows)))).logits[0]
     row = model(**model_inputs(with_model_inputs(collate, model, data)([packed(rows)]))).logits[0]
     torch.testing.assert_close(flat, row)
+
+
+def test_other_processes_make_the_same_batches(tmp_path):
+    family = FAMILIES["qwen2_5_vl"](tmp_path / "model")
+    rows_of(tmp_path, "")
+    spec = RunSpec.model_validate({
+        "model": {"name": str(family)}, "training": {"micro_batch_size": 2}, "topology": {"nproc_per_node": 1},
+        "data": {"source": str(tmp_path / "rows.jsonl"), "packing": False, "validation_fraction": 0},
+    })  # fmt: skip
+    recipe = DataRecipe.from_spec(spec, fingerprint(spec))
+    data = prepare(recipe, tmp_path / "data", report=print)
+    made = with_model_inputs(collate, build_model(spec.model, spec.seed), data)
+
+    def batches(workers):
+        return list(training_loader(spec, data, Processes(), collate=made, start=0, stop=4, workers=workers))
+
+    for one, other in zip(batches(0), batches(2), strict=True):
+        assert one.keys() == other.keys() >= {"model.pixel_values", "rope_time"}
+        assert all(torch.equal(one[name], other[name]) for name in one)
