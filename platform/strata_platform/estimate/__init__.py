@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from strata_platform.estimate.config_shapes import shape_of
     from strata_platform.estimate.gpus import GPUS, Gpu
-    from strata_platform.estimate.layouts import cheapest, layouts
+    from strata_platform.estimate.layout_search import cheapest, layouts
     from strata_platform.estimate.prices import Price, Prices, parse_prices, read_prices
     from strata_platform.estimate.run_estimate import Estimate, estimate
     from strata_platform.estimate.shapes import ModelShape
@@ -35,8 +35,8 @@ __all__ = [
 _MODULES = {
     "config_shapes": ("shape_of",),
     "gpus": ("GPUS", "Gpu"),
-    # The function has the name of its module, which importing the module would put in its place.
-    "layouts": ("cheapest", "layouts"),
+    # No module has the name of a function: importing the module would put it in the function's place.
+    "layout_search": ("cheapest", "layouts"),
     "prices": ("Price", "Prices", "parse_prices", "read_prices"),
     "run_estimate": ("Estimate", "estimate"),
     "shapes": ("ModelShape",),

@@ -1,6 +1,8 @@
 """What a run takes, before it is launched."""
 
+import importlib
 import json
+import pkgutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import strata_platform
 from strata_platform.errors import SpecError
 from strata_platform.estimate import GPUS, cheapest, estimate, layouts, parse_prices, shape_of
 from strata_platform.estimate.config_shapes import from_config
@@ -20,6 +23,8 @@ from tasks.runtime.models.build import PRESETS, build_model
 from tasks.runtime.models.lora import add_adapter
 from tasks.runtime.optim.optimizer import build_optimizer
 
+# By its name: a package may have an attribute of that name that is no module.
+estimate_package = importlib.import_module("strata_platform.estimate")
 ROOT = Path(__file__).parents[3]
 H200, GIB = GPUS["h200"], 2**30
 EXAMPLE = ROOT / "examples/llama-3.1-8b-sft.yaml"
@@ -602,3 +607,9 @@ def test_moments_of_other_libraries_are_those_that_they_keep(kind, adapter):
     )  # fmt: skip
     estimated = moment_bytes(Workload.of(spec, KNOWN["tiny-llama"]))
     assert kept == estimated
+
+
+@pytest.mark.parametrize("package", [strata_platform, estimate_package], ids=lambda package: package.__name__)
+def test_no_module_has_the_name_of_a_public_object(package):
+    """Names are imported when they are first used, and importing such a module would put it in the object's place."""
+    assert not {module.name for module in pkgutil.iter_modules(package.__path__)} & set(package.__all__)
