@@ -1,13 +1,18 @@
 """experts with adapters against the sum of weights and adapters, in the same dtype and in fp64."""
 
 import os
+import weakref
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from strata_kernels import LowRank, experts
 from strata_kernels.ops._launch import recording
+from strata_kernels.patch.discover_experts import prove_experts
+from strata_kernels.patch.experts_forward import experts_forward
 from tests.kernels.test_experts import ROUTINGS, inputs_of, plain
 
 INTERPRETED = "TRITON_INTERPRET" in os.environ
@@ -183,3 +188,34 @@ def test_says_what_does_not_fit(adapter, message) -> None:
     index = torch.zeros(5, 2, dtype=torch.int64)
     with pytest.raises(ValueError, match=message):
         experts(x, gate_up, down, index, torch.zeros(5, 2), gate_up_adapter=LowRank(*adapter))
+
+
+@host
+def test_weights_that_are_restored_are_not_kept() -> None:
+    """A module with `restore_weight` restores both weights once forward and once backward, and no pass holds them."""
+    config = Qwen3MoeConfig(hidden_size=32, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
+    config._experts_implementation = "eager"
+    plain_one, other = (Qwen3MoeExperts(config) for _ in "ab")
+    for weight, same in zip(plain_one.parameters(), other.parameters(), strict=True):
+        torch.nn.init.normal_(weight, std=0.2)
+        same.data = weight.data / 2
+        same.requires_grad_(False)
+    made = []
+
+    def restore(name: str) -> Tensor:
+        restored = 2 * getattr(other, name)
+        made.append((name, weakref.ref(restored)))
+        return restored
+
+    other.restore_weight = restore
+    recipe = prove_experts(other)
+    forward = experts_forward(Qwen3MoeExperts.forward, recipe)
+    x = torch.randn(6, 32, requires_grad=True)
+    index, router = torch.randint(0, 4, (6, 2)), torch.rand(6, 2)
+    y = forward(other, x, index, router)
+    assert [name for name, _ in made] == ["gate_up_proj", "down_proj"] and not any(alive() for _, alive in made)
+    expected = plain_one(x, index, router)
+    torch.testing.assert_close(y, expected)
+    dy = torch.randn_like(y)
+    torch.testing.assert_close(torch.autograd.grad(y, x, dy), torch.autograd.grad(expected, x, dy))
+    assert len(made) == 4 and not any(alive() for _, alive in made)

@@ -1,5 +1,6 @@
 """Mixtures of experts: whole or by adapters, split over processes, exported as PEFT reads them."""
 
+import importlib.util
 import logging
 
 import pytest
@@ -17,6 +18,7 @@ from tasks.runtime.export.export_model import export
 from tasks.runtime.models.adapter_folder import load_initial_adapter
 from tasks.runtime.models.build import build_model
 from tasks.runtime.models.lora import add_adapter, require_adapter
+from tasks.runtime.models.quantization import quantize_linear_layers
 from tasks.runtime.models.trained_weights import collect_weights
 from tasks.runtime.preflight import run_checks
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
@@ -29,9 +31,12 @@ pytestmark = [
     pytest.mark.usefixtures("narrowed"),
     pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::UserWarning:peft"),
 ]
+BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
+packed = pytest.mark.skipif(not BITSANDBYTES, reason="bitsandbytes is not installed")
 TOKENS = torch.arange(5, 37)[None]
 EXPERTS = {"type": "lora", "r": 4, "target_parameters": ["gate_up_proj", "down_proj"]}
 ADAPTERS = {"whole": {"type": "none"}, "adapters": EXPERTS}
+PACKED = {**EXPERTS, "quantization": "nf4"}
 # In a run of one process four micro-batches make a step, in one of two processes two of each.
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 # Framework, strategy, its settings.
@@ -63,6 +68,8 @@ def alone(output):
     """One process: the spec, the record and the curve of each kind."""
     specs = {kind: spec_of(output, f"alone-{kind}", adapter) for kind, adapter in ADAPTERS.items()}
     specs["balanced"] = spec_of(output, "alone-balanced", ADAPTERS["whole"])
+    if BITSANDBYTES:
+        specs["packed"] = spec_of(output, "alone-packed", PACKED)
     return {kind: (spec, train_spec(spec), curve(spec)) for kind, spec in specs.items()}
 
 
@@ -84,14 +91,55 @@ def split(output):
             output, f"balanced-{name}", ADAPTERS["whole"], framework, strategy, 2, **options
         )
         files.append(file_of(output, specs["balanced", name]))
+        if BITSANDBYTES:
+            specs["packed", name] = spec_of(output, f"packed-{name}", PACKED, framework, strategy, 2, **options)
+            files += [f"{file_of(output, specs['packed', name])}{at}" for at in ("", f"@{SAVED}")]
     launch(2, *files)
     return specs
 
 
-@pytest.mark.parametrize("kind", [*ADAPTERS, "balanced"])
+@pytest.mark.parametrize("kind", [*ADAPTERS, "balanced", pytest.param("packed", marks=packed)])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_two_processes_have_the_losses_of_one(alone, split, kind, name):
     assert curve(split[kind, name], attempt=0) == approx(alone[kind][2])
+
+
+@packed
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_packed_experts_come_back_exactly(split, name):
+    assert curve(split["packed", name], attempt=1) == curve(split["packed", name], attempt=0)[SAVED:]
+
+
+@packed
+def test_packed_experts_are_those_that_bitsandbytes_rounds(output):
+    """Against transformers' own code on weights that bitsandbytes has packed and restored, with PEFT's sums."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    spec, given = spec_of(output, "rounded", PACKED, training={"micro_batch_size": 1}), []
+    for quantization in ("nf4", "none"):
+        adapter = {**PACKED, "quantization": quantization}
+        changed = RunSpec.model_validate({**spec.model_dump(), "adapter": adapter})
+        model = build_model(changed.model, 0)
+        with quantize_linear_layers(model, changed):
+            add_adapter(model, changed.adapter, 0)
+        for name, parameter in model.named_parameters():
+            frozen = parameter.dim() in (2, 3) and "lm_head" not in name and "embed" not in name
+            if "lora_" in name:
+                torch.manual_seed(len(name))
+                parameter.data += 0.1 * torch.randn_like(parameter)
+            # Linear layers and experts; routers stay exact.
+            elif quantization == "none" and frozen and "gate.weight" not in name:
+                rounding = {"blocksize": 64, "quant_type": "nf4", "compress_statistics": True}
+                parameter.data = dequantize_4bit(*quantize_4bit(parameter.data, **rounding))
+        if quantization == "nf4":
+            assert patch_model(model).counts["experts"] == 2
+            model.to("cpu")
+            experts = model.model.layers[0].mlp.experts.get_base_layer()
+            assert experts.gate_up_proj.nbytes == 6 * 32 * 32 / 2
+        output_of = model.train()(TOKENS, labels=TOKENS, **({"skip_logits": True} if quantization == "nf4" else {}))
+        learned = [p for name, p in model.named_parameters() if "lora_" in name]
+        given.append([output_of.loss.detach(), *torch.autograd.grad(output_of.loss, learned)])
+    torch.testing.assert_close(*given, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)

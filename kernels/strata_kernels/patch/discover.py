@@ -128,8 +128,9 @@ def _operator_of(recipe: Recipe, looked_for: str) -> str:
 def _looks(module: nn.Module) -> Any:
     """What a proof depends on: the class of one module, its attributes, the sizes of its weights, and its children."""
     attributes = {name: _as_text(value) for name, value in vars(module).items() if name not in INTERNALS}
-    # The index of a layer changes nothing that is proven here.
+    # The index of a layer, and how its weights are stored, change nothing that is proven here.
     attributes.pop("layer_idx", None)
+    attributes.pop("restore_weight", None)
     tensors = {
         name: tuple(p.shape) for name, p in (*module._parameters.items(), *module._buffers.items()) if p is not None
     }

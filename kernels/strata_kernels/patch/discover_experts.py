@@ -116,6 +116,8 @@ def _small_copy(module: nn.Module, names: tuple[str, str]) -> tuple[Any, bool]:
     sizes = {width: WIDTH, inner: small_inner, 2 * inner: 2 * small_inner}
     small_experts = sizes.setdefault(experts, _EXPERTS)
     small = copy_of(module, sizes)
+    # How weights are stored is nothing to the copy, which has its own.
+    vars(small).pop("restore_weight", None)
     products = [(sizes[width_up], WIDTH), (WIDTH, small_inner)]
     random = seeded()
     for name, (outputs, inputs) in zip(names, products, strict=True):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ..ops.experts.experts import experts
 from ..ops.experts.experts_arguments import LowRank
@@ -20,7 +22,11 @@ Adapters = dict[str, tuple[Tensor, Tensor, float]]
 
 
 def experts_forward(original: Forward, recipe: Experts) -> Forward:
-    """The weighted sum of a token's experts; the family's own code where a strategy has split the weights."""
+    """The weighted sum of a token's experts; the family's own code where a strategy has split the weights.
+
+    A module that stores its weights in another form may have a method `restore_weight(name)`. What that returns is not
+    kept: the backward pass restores it again, and with it what lies before the gate.
+    """
 
     def forward(
         self: Any,
@@ -30,14 +36,28 @@ def experts_forward(original: Forward, recipe: Experts) -> Forward:
         *,
         adapters: Adapters | None = None,
     ) -> Tensor:
-        weights = [getattr(self, recipe.gate_up), getattr(self, recipe.down)]
-        biases = [getattr(self, f"{name}_bias", None) for name in (recipe.gate_up, recipe.down)]
         adapters = adapters or {}
-        if any(is_dtensor(w) for w in weights):
+        if hasattr(self, "restore_weight"):
+            inputs = (hidden_states, top_k_index, top_k_weights)
+            if not torch.is_grad_enabled():
+                return compute(self, *inputs, adapters)
+            restored: Tensor = checkpoint(
+                compute, self, *inputs, adapters, use_reentrant=False, preserve_rng_state=False
+            )
+            return restored
+        if any(is_dtensor(getattr(self, name)) for name in (recipe.gate_up, recipe.down)):
             if adapters:
                 raise ValueError("adapters of experts need whole weights, and a strategy has split these")
             own: Tensor = original(self, hidden_states, top_k_index, top_k_weights)
             return own
+        return compute(self, hidden_states, top_k_index, top_k_weights, adapters)
+
+    def compute(
+        self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, adapters: Adapters
+    ) -> Tensor:
+        weight_of = getattr(self, "restore_weight", partial(getattr, self))
+        weights = [weight_of(recipe.gate_up), weight_of(recipe.down)]
+        biases = [getattr(self, f"{name}_bias", None) for name in (recipe.gate_up, recipe.down)]
         dtype = _product_dtype(hidden_states, weights[0])
         gate_up, down = ((w.transpose(1, 2) if recipe.transposed else w).to(dtype) for w in weights)
         gate_up_bias, down_bias = (None if b is None else b.to(dtype) for b in biases)

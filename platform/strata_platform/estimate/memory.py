@@ -204,12 +204,12 @@ def _mask(work: Workload) -> int:
 def working_set(work: Workload) -> float:
     """Bytes of the backward pass of one layer: gradients of its activations, and the activations if recomputed.
 
-    An nf4 weight also has a dequantized copy while it is multiplied.
+    An nf4 weight also has a dequantized copy while it is multiplied; both weights of experts have theirs at once.
     """
     shape = work.shape
     # The unfused gate kept its output; the fused one recomputes it.
     gate = 3 if work.fused_gate else 2
-    dequantized = max(work.nf4_weights, default=0)
+    dequantized = max(*work.nf4_weights, sum(work.nf4_experts), 0)
     gradients = (work.tokens * (2 * shape.hidden + gate * shape.intermediate) + dequantized) * work.compute_bytes
     if not work.training.recomputed_every:
         return gradients

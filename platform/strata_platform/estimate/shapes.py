@@ -73,7 +73,7 @@ class ModelShape:
 
     @property
     def adapted_layers(self) -> tuple[tuple[int, int], ...]:
-        """(in, out) features of the linear layers that get adapters and are quantized: not experts and routers."""
+        """(in, out) features of the linear layers, which get adapters and are quantized: not experts and routers."""
         # The gate of a shared expert is a linear layer with one output.
         gate = ((self.hidden, 1),) if self.shared else ()
         return (*self._attention, *self._mlp(self.shared if self.experts else self.intermediate), *gate)

@@ -34,6 +34,7 @@ class Workload:
         fused_loss: whether the loss is computed without materializing the logits.
         masked: whether attention computes with a mask of documents, instead of per document.
         quantized: whether linear layers are quantized to nf4.
+        packs_experts: whether experts are, too.
         lora, training, optimizer, parallel: sections of the spec; `lora` is None when all weights are trained.
     """
 
@@ -49,6 +50,7 @@ class Workload:
     fused_loss: bool
     masked: bool
     quantized: bool
+    packs_experts: bool
     lora: Lora | None
     training: Training
     optimizer: Optimizer
@@ -85,6 +87,7 @@ class Workload:
             # In bfloat16, varlen attention computes each document by itself.
             masked=several_documents and spec.model.attention in ("auto", "sdpa") and compute_bytes == 4,
             quantized=spec.is_quantized,
+            packs_experts=spec.packs_experts,
             lora=lora,
             training=spec.training,
             optimizer=spec.optimizer,
@@ -115,8 +118,16 @@ class Workload:
         """Sizes of the quantized weights of a layer; bitsandbytes leaves out those that do not fill whole blocks."""
         if not self.quantized:
             return ()
-        sizes = (inner * outer for inner, outer in self.shape.adapted_layers)
+        sizes = (*(inner * outer for inner, outer in self.shape.adapted_layers), *self.nf4_experts)
         return tuple(size for size in sizes if size % NF4_BLOCK == 0)
+
+    @property
+    def nf4_experts(self) -> tuple[int, ...]:
+        """Of these, sizes of the two weights that hold all experts of a layer."""
+        if not (self.packs_experts and self.shape.experts):
+            return ()
+        columns = self.shape.intermediate - self.shape.shared + self.shape.idle
+        return (1 + self.shape.gated) * columns * self.shape.hidden, columns * self.shape.hidden
 
     @property
     def layer_bytes(self) -> float:

@@ -111,8 +111,8 @@ class Lora(Section):
     )
     quantization: Literal["none", "nf4"] = Field(
         "none",
-        description="Quantize the frozen weights of linear layers to four bits (QLoRA) with bitsandbytes; needs the "
-        "extra `bitsandbytes`.",
+        description="Quantize the frozen weights of linear layers, and of experts that the kernels compute, to four "
+        "bits (QLoRA) with bitsandbytes; needs the extra `bitsandbytes`.",
     )
     use_rslora: Flag = Field(False, description="Scale by `lora_alpha / sqrt(r)` instead, for high ranks.")
 

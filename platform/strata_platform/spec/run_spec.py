@@ -262,6 +262,12 @@ class RunSpec(Section):
         return isinstance(self.adapter, Lora) and self.adapter.quantization != "none"
 
     @property
+    def packs_experts(self) -> bool:
+        """Whether the weights of experts are quantized, too: only the fused operator takes them."""
+        fused = bool(self.kernels.enabled) and "experts" not in self.kernels.exclude
+        return self.is_quantized and fused and not self.training.compile
+
+    @property
     def dp_size(self) -> int:
         """Data-parallel size: processes, or tensor- and context-parallel groups, that read rows of their own."""
         return self.topology.world_size // (self.parallel.tensor_parallel * self.parallel.context_parallel)

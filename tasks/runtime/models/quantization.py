@@ -3,6 +3,9 @@
 Only the weights in memory are quantized: the model is read exactly, and its fingerprint and export use exact weights.
 bitsandbytes quantizes a layer when it moves to its device. FSDP broadcasts exact weights one at a time, and each rank
 keeps its shard of what `quantize_weight` returns. The scales, one byte for 64 weights, are replicated.
+
+The weights of experts are packed whole. The fused operator takes them as `restore_weight` gives them, dequantized while
+a product needs them, in the forward pass and again in the backward pass.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,6 +21,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from strata_kernels.patch.discover import plain_pytorch
+from strata_kernels.patch.discover_experts import has_experts, prove_experts
+from strata_kernels.patch.small_copy import NotEqual
 from strata_platform.spec import RunSpec
 from strata_platform.spec.model import Lora
 from strata_platform.spec.run_spec import Parallel
@@ -33,13 +40,45 @@ _BLOCK = 64
 _KIND: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": True}
 
 
-PackedLayers: TypeAlias = "dict[str, tuple[Linear4bit, Tensor]]"
-"""The name of a quantized weight → its layer, and a meta tensor with shape and dtype of the exact weight."""
+PackedLayers: TypeAlias = "dict[str, tuple[Linear4bit | _PackedWeight, Tensor]]"
+"""The name of a quantized weight → where its scales are kept, and a meta tensor with shape and dtype of the exact
+weight.
+"""
+
+
+@dataclass
+class _PackedWeight:
+    """A weight of experts; its scales, once there are some. Of one that moves to a device, bitsandbytes keeps them."""
+
+    quant_storage: torch.dtype
+    quant_state: Any = None
+
+
+@dataclass
+class _Restore:
+    """The method `restore_weight` of experts."""
+
+    experts: nn.Module
+    dtype: torch.dtype
+    weights: dict[str, _PackedWeight]
+
+    def __call__(self, name: str) -> Tensor:
+        from bitsandbytes.functional import dequantize_4bit
+
+        packed: Any = getattr(self.experts, name)
+        if packed.is_meta or not getattr(packed, "bnb_quantized", True):
+            # While kernels are planned, or before the model moves to its device.
+            exact: Tensor = packed.data
+            return exact.to(self.dtype)
+        state = self.weights[name].quant_state or packed.quant_state
+        restored: Tensor = dequantize_4bit(packed.data, quant_state=state)
+        return restored.to(self.dtype)
 
 
 @contextmanager
 def quantize_linear_layers(model: PreTrainedModel, spec: RunSpec) -> Iterator[None]:
-    """Replace the linear layers of `model` with 4-bit layers, except its head and those that are trained whole.
+    """Replace the linear layers of `model` with 4-bit layers, and pack the weights of its experts; except the head and
+    modules that are trained whole.
 
     Add the adapter within the block.
     """
@@ -59,6 +98,8 @@ def quantize_linear_layers(model: PreTrainedModel, spec: RunSpec) -> Iterator[No
             continue
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, _linear_4bit(layer, dtype, storage))
+    if spec.packs_experts:
+        _pack_experts(model, exact, dtype, storage)
     model.is_loaded_in_4bit = True
     try:
         yield
@@ -94,6 +135,34 @@ def _linear_4bit(layer: nn.Linear, dtype: torch.dtype, storage: torch.dtype = to
     return packed
 
 
+def _pack_experts(model: PreTrainedModel, exact: set[Any], dtype: torch.dtype, storage: torch.dtype) -> None:
+    """Have the weights of experts that the fused operator computes packed when they move to a device.
+
+    `exact`: modules that are trained whole, and so what is in them.
+    """
+    from bitsandbytes.nn import Params4bit
+
+    whole = {part for module in exact if module is not None for part in module.modules()}
+    for path, module in model.named_modules():
+        if not has_experts(module) or module in whole:
+            continue
+        weights = {name: p for name, p in module.named_parameters(recurse=False) if p.dim() == 3}
+        reason = "its size is no multiple of 64" if any(p.numel() % _BLOCK for p in weights.values()) else None
+        try:
+            with plain_pytorch():
+                prove_experts(module)
+        except NotEqual as error:
+            reason = str(error)
+        if reason is not None:
+            log.warning("adapter.quantization: %s is not quantized: %s", path, reason)
+            continue
+        vars(module)["restore_weight"] = _Restore(module, dtype, {name: _PackedWeight(storage) for name in weights})
+        settings = {**_KIND, "quant_storage": storage}
+        for name, weight in weights.items():
+            packed = Params4bit(weight.data, requires_grad=False, blocksize=_BLOCK, **settings)
+            setattr(module, name, packed)
+
+
 def set_packed_shapes(model: nn.Module) -> PackedLayers:
     """Give the quantized layers of a meta model weights with their packed shape, on the meta device."""
     from bitsandbytes.nn import Linear4bit
@@ -109,10 +178,17 @@ def set_packed_shapes(model: nn.Module) -> PackedLayers:
             # rejects.
             vars(layer)["forward"] = partial(_project, layer)
             found[f"{name}.weight"] = (layer, exact)
+        restore = vars(layer).get("restore_weight")
+        for own, weight in restore.weights.items() if restore is not None else ():
+            exact = layer.get_parameter(own).detach()
+            size = exact.numel() // 2 // weight.quant_storage.itemsize
+            empty = torch.empty(size, 1, dtype=weight.quant_storage, device="meta")
+            setattr(layer, own, nn.Parameter(empty, requires_grad=False))
+            found[f"{name}.{own}"] = (weight, exact)
     return found
 
 
-def quantize_weight(layer: Linear4bit, exact: Tensor) -> Tensor:
+def quantize_weight(layer: Linear4bit | _PackedWeight, exact: Tensor) -> Tensor:
     """Quantize `exact` to 4 bits. Returns the packed weight; `layer` keeps the scales."""
     from bitsandbytes.functional import quantize_4bit
 

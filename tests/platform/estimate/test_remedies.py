@@ -65,16 +65,24 @@ def test_state_in_host_memory_is_not_on_the_gpu():
     assert f"{per_process:.1f} GiB of weights, gradients and optimizer state" in said
 
 
-@pytest.mark.parametrize("adapter", [{"type": "lora"}, {"type": "lora", "quantization": "nf4"}])
-def test_experts_get_no_adapters_and_stay_exact(adapter):
+@pytest.mark.parametrize(
+    ("adapter", "kernels", "packed"),
+    [
+        ({"type": "lora"}, "auto", 0),
+        ({"type": "lora", "quantization": "nf4"}, "auto", 2 * 3 * 2048 * 768 * 128),
+        ({"type": "lora", "quantization": "nf4"}, False, 0),
+    ],
+)
+def test_experts_get_no_adapters_and_are_packed_for_the_fused_operator(adapter, kernels, packed):
     """transformers has them in tensors of three dimensions, which are no linear layers."""
     sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 2, "num_attention_heads": 32,
              "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 1000}  # fmt: skip
     mixture = from_config({"model_type": "qwen3_moe", **sizes, "moe_intermediate_size": 768, "num_experts": 128,
                            "num_experts_per_tok": 8})  # fmt: skip
     attention = 2 * (2048 * 4096 * 2 + 2048 * 512 * 2)
-    memory = take(shape=mixture, adapter=adapter).memory
-    saved = attention * 1.5 - attention / 64 - 4 * attention / 64 / 256 if "quantization" in adapter else 0
+    memory = take(shape=mixture, adapter=adapter, kernels={"enabled": kernels}).memory
+    quantized = attention + packed if "quantization" in adapter else 0
+    saved = quantized * 1.5 - quantized / 64 - 4 * quantized / 64 / 256
     trained = mixture.lora_parameters(16)
     assert memory.weights == pytest.approx(2 * (mixture.parameters + trained) - saved, rel=1e-6)
     assert trained == 2 * 16 * (2 * (2048 + 4096) + 2 * (2048 + 512))
