@@ -8,6 +8,7 @@ import io
 import json
 import os
 import signal
+import socket
 import sys
 import warnings
 
@@ -15,9 +16,11 @@ import pytest
 from typer.testing import CliRunner
 
 from strata_platform.cli import app
+from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
-from tasks.runtime.data import prepare, recipe_of
+from tasks.runtime.data import prepare, recipe_of, shard_store
 from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
+from tasks.runtime.process.errors import Unreachable
 
 SECONDS = 60
 ROW = {"prompt": "2 + 2 = ", "completion": "4"}
@@ -250,6 +253,93 @@ def test_a_tokenizer(tmp_path, name, happens, message):
     assert message in str(caught.value), caught.value
 
 
+PAIR = json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n"
+FILES = {"a.jsonl": LINE * 2, "b.jsonl": json.dumps(TALK) + "\n", "empty.jsonl": "", "pairs.jsonl": PAIR}
+BOTH = {"sources": [{"source": "a.jsonl"}, {"source": "b.jsonl"}]}
+TEXT = {"objective": {"type": "pretrain"}}
+
+# The section `data`, other sections, and what is said.
+SECTIONS = {
+    "twice": ({"source": ["a.jsonl", "a.jsonl"]}, {}, "a.jsonl twice; name it once"),
+    "twice-by-glob": ({"source": ["a*.jsonl", "./a.jsonl"]}, {}, "a.jsonl twice; name it once"),
+    "mixture-twice": (
+        {"sources": [{"source": "a.jsonl"}, {"source": "./a.jsonl"}]}, {}, "'./a.jsonl' has the rows of 'a.jsonl'"
+    ),
+    "mixture-empty": ({"sources": [{"source": "a.jsonl"}, {"source": "empty.jsonl"}]}, {}, "'empty.jsonl' has no rows"),
+    "mixture-of-objectives": (
+        {"sources": [{"source": "pairs.jsonl"}, {"source": "a.jsonl"}]}, {"objective": {"type": "dpo"}},
+        "'a.jsonl' of data.sources: the objective needs pairs of answers",
+    ),
+    "mixture-null": ({"sources": None}, {}, "data.sources: not a valid value; given: null"),
+    "mixture-of-names": ({"sources": ["a.jsonl"]}, {}, "data.sources[0]: not a section; given: 'a.jsonl'"),
+    "weight-nan": ({"sources": [{"source": "a.jsonl", "weight": float("nan")}]}, {}, "data.sources[0].weight: not a"),
+    "weight-percent": ({"sources": [{"source": "a.jsonl", "weight": "50%"}]}, {}, "data.sources[0].weight: not a num"),
+    "validation-of-the-same": (
+        {"source": "a.jsonl", "validation_source": "./a.jsonl"}, {}, "has the rows of 'a.jsonl', which are trained on"
+    ),
+    "validation-of-another": (
+        {"sources": [{"source": "a.jsonl", "validation_source": "./b.jsonl"}, {"source": "b.jsonl"}]}, {},
+        "has the rows of 'b.jsonl', which are trained on",
+    ),
+    "validation-of-nothing": ({"source": "a.jsonl", "validation_source": "empty.jsonl"}, {}, "empty.jsonl' has no row"),
+    "validation-number": ({"source": "a.jsonl", "validation_source": 5}, {}, "data.validation_source: not a section"),
+    "one-column": (
+        {"source": "a.jsonl", "prompt_column": "prompt", "completion_column": "prompt"}, {},
+        "data.prompt_column: 'prompt', as data.completion_column",
+    ),
+    "one-answer": (
+        {"source": "pairs.jsonl", "chosen_column": "chosen", "rejected_column": "chosen"},
+        {"objective": {"type": "dpo"}}, "data.chosen_column: 'chosen', as data.rejected_column",
+    ),
+    "cache": ({"prepared_url": "file:///dev/null/x", "cache_gib": 1e308}, {}, "data.cache_gib: not a valid value"),
+    "store-in-a-file": (
+        {"source": "a.jsonl", "prepared_url": "file:///dev/null/x"}, {}, "data.prepared_url: file:///dev/null/x/"
+    ),
+    "store-in-no-folder": (
+        {"source": "a.jsonl", "prepared_url": "file:///proc/x"}, {}, "cannot be written: [Errno 2] No such file"
+    ),
+    "store-of-mixture": ({**BOTH, "prepared_url": "file:///proc/x"}, {}, "data.prepared_url: file:///proc/x/"),
+    "store-unknown": ({"source": "a.jsonl", "prepared_url": "ftpx://a"}, {}, "install what fsspec needs for ftpx://"),
+    "utf-16-text": ({"source": "wide.txt"}, TEXT, "5 of the 10 characters from line 1 on are null, as in UTF-16"),
+    "template-range": (
+        {"source": "a.jsonl", "template": "{% for i in range(10**9) %}{% endfor %}{{ prompt }}"}, {}, "Range too big"
+    ),
+    "template-class": ({"source": "a.jsonl", "template": "{{ prompt.__class__ }}"}, {}, "'__class__' of 'str' object"),
+    "template-file": (
+        {"source": "a.jsonl", "template": "{% include '/etc/passwd' %}{{ prompt }}"}, {}, "no loader for this environ"
+    ),
+    "no-role": ({"source": "b.jsonl", "train_on": ["tool"]}, {}, "without a token that carries loss"),
+    "roles-of-none": ({"source": "a.jsonl", "train_on": ["user"]}, {}, "names roles, but the data's format is prompt_"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "others", "message"), SECTIONS.values(), ids=SECTIONS)
+def test_a_section(tmp_path, monkeypatch, tokenizer, data, others, message):
+    monkeypatch.chdir(tmp_path)
+    for name, content in FILES.items():
+        put(tmp_path / name, content)
+    put(tmp_path / "wide.txt", "hello".encode("utf-16-le"))
+    values = {"sequence_length": 64, "validation_fraction": 0.0, **data}
+    with pytest.raises((ValueError, SpecError)) as caught:
+        spec = RunSpec.model_validate({"data": values, "model": {"tokenizer": str(tokenizer)}, **others})
+        prepare(recipe_of(spec), tmp_path / "out", report=lambda line: None, url=spec.data.prepared_url)
+    assert message in str(caught.value), caught.value
+    assert "data." in str(caught.value)
+
+
+def test_a_store_that_does_not_answer_is_asked_again(tmp_path, tokenizer, monkeypatch):
+    """A port that nobody listens on."""
+    waited = []
+    monkeypatch.setattr(shard_store.time, "sleep", waited.append)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    (tmp_path / "rows.jsonl").write_text(LINE)
+    with pytest.raises(Unreachable, match=r"data.prepared_url: http://127.0.0.1:.* cannot be reached: .*Start again"):
+        store = shard_store.ShardStore(f"http://127.0.0.1:{port}/rows")
+        store.read("plan.json")
+    assert waited == [1, 2, 4, 8, 16]
+
+
 def template_folder(path):
     path.mkdir()
 
@@ -276,5 +366,5 @@ def test_a_template(tmp_path, tokenizer, content, message):
 
 
 def test_there_are_sixty():
-    assert len(SPECS) + len(DATA) + len(TOKENIZERS) + len(TEMPLATES) > 60
+    assert len(SPECS) + len(DATA) + len(SECTIONS) + len(TOKENIZERS) + len(TEMPLATES) > 120
     assert sys.getrecursionlimit() < 100_000

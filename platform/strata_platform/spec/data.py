@@ -255,7 +255,7 @@ class Data(Reading):
     prepared_url: ObjectStoreUrl | None = Field(
         None, description="Object store for prepared rows (`s3://...`), read through a cache on each machine's disk."
     )
-    cache_gib: Annotated[float, Field(gt=0), BeforeValidator(number)] | None = Field(
+    cache_gib: Annotated[float, Field(gt=0, le=1e6), BeforeValidator(number)] | None = Field(
         None, description="Disk that the cache of `prepared_url` takes at most, in GiB; 32 by default."
     )
     streaming: Flag = Field(

@@ -11,9 +11,11 @@ from strata_platform.spec.problems import Contradiction
 def source_rules(data: Data) -> Iterator[Contradiction]:
     """Every rule about `data.sources` and validation sources, broken or not."""
     yield from _one_or_several(data)
+    yield from _columns("data", data)
     yield from _validation("data", data)
     for index, source in enumerate(data.sources):
         yield from _validation(f"data.sources[{index}]", source)
+        yield from _columns(f"data.sources[{index}]", source)
         yield _duplicate(data, index)
     yield from _weights(data)
     yield from _templates(data)
@@ -39,6 +41,17 @@ def _one_or_several(data: Data) -> Iterator[Contradiction]:
         )
         for field, value in (("subset", data.subset), ("revision", data.revision))
     )
+
+
+def _columns(path: str, section: Reading) -> Iterator[Contradiction]:
+    """A column that is two things at once: what it teaches is to repeat."""
+    for first, second in (("prompt_column", "completion_column"), ("chosen_column", "rejected_column")):
+        name = getattr(section, first)
+        yield Contradiction(
+            name is not None and name == getattr(section, second),
+            (f"{path}.{first}", f"{path}.{second}"),
+            f"{name!r}, as {path}.{second}, so that the model would learn to repeat it; name another column",
+        )
 
 
 def _templates(data: Data) -> Iterator[Contradiction]:

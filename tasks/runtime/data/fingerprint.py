@@ -10,13 +10,13 @@ from pathlib import Path
 
 from strata_platform.file_io import require_regular_files
 from strata_platform.spec import DataRecipe, RunSpec
-from strata_platform.spec.data import is_template_file
+from strata_platform.spec.data import Data, is_template_file
 from tasks.runtime.data.chat import readable_template
 from tasks.runtime.data.own_format import is_own, own_digest
 from tasks.runtime.data.prepared_manifest import VERSION
 from tasks.runtime.data.prompt_template import template_file
 from tasks.runtime.data.readers import naming_file
-from tasks.runtime.data.sources import HubDataset, Source, open_source
+from tasks.runtime.data.sources import Files, HubDataset, Source, open_source
 from tasks.runtime.data.tokenizer import TOKENIZER_FILES
 
 
@@ -51,13 +51,35 @@ def recipe_of(spec: RunSpec, commits: Sequence[str | None] = ()) -> DataRecipe:
             sources[number] = replace(source, revision=revision)
         pinned.append(revision)
     recipe = recipe.model_copy(update={"data": recipe.data.with_revisions(pinned)})
-    digests = [_digest(single, source) for single, source in zip(recipe.single_sources(), sources, strict=True)]
-    return recipe.model_copy(update={"fingerprint": ",".join(digests)})
+    return recipe.model_copy(update={"fingerprint": _joined_digests(recipe, sources)})
 
 
 def recipe_digest(recipe: DataRecipe) -> str:
     """See `fingerprint`."""
-    return ",".join(_digest(single, open_source(single)) for single in recipe.single_sources())
+    return _joined_digests(recipe, [open_source(single) for single in recipe.single_sources()])
+
+
+def _joined_digests(recipe: DataRecipe, sources: Sequence[Source]) -> str:
+    """The digests of single sources. Raises ValueError when two are the same, whatever their paths."""
+    singles = recipe.single_sources()
+    digests = [_digest(single, source) for single, source in zip(singles, sources, strict=True)]
+    trained: dict[str, tuple[str, Data]] = {}
+    for single, source, digest in zip(singles, sources, digests, strict=True):
+        if isinstance(source, Files) and not single.validation_only:
+            read = single.data.model_copy(update={"source": None})
+            other, read_before = trained.setdefault(digest, (source.name, read))
+            if other != source.name and read_before == read:
+                raise ValueError(
+                    f"data.sources: {source.name!r} has the rows of {other!r}; leave one out, and raise the weight of "
+                    "the other to draw more of it"
+                )
+    for single, source, digest in zip(singles, sources, digests, strict=True):
+        if single.validation_only and digest in trained:
+            raise ValueError(
+                f"data.validation_source {source.name!r} has the rows of {trained[digest][0]!r}, which are trained on; "
+                "name others, or leave it out and set data.validation_fraction"
+            )
+    return ",".join(digests)
 
 
 def _digest(recipe: DataRecipe, source: Source) -> str:

@@ -138,11 +138,22 @@ def _begin_sources(
         if _reusable(folder, single):
             report(f"the data of recipe {single.hash()} is already prepared in {folder}")
         elif folder not in folders[:number]:
-            plan = _begin(single, folder, url, report)
+            plan = _begin_named(single, folder, url, report)
             if plan is not None and not fetch_manifest(folder):
                 found[number] = PlannedSource(plan, folder)
     copy_tokenizer([(folder, _described(folder)) for folder in folders], out)
     return found
+
+
+def _begin_named(recipe: DataRecipe, out: Path, url: str | None, report: Report) -> Plan | None:
+    """`_begin` for one of several sources, whose errors say which one."""
+    names = ", ".join(recipe.data.names)
+    try:
+        return _begin(recipe, out, url, report)
+    except ValueError as error:
+        if any(name in str(error) for name in recipe.data.names):
+            raise
+        raise ValueError(f"{names!r} of data.sources: {error}") from error
 
 
 def _described(folder: Path) -> Manifest | Plan:

@@ -13,6 +13,7 @@ import posixpath
 import random
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,6 +125,13 @@ class Files:
         """
         matches = [_find_files(name, split) for name in names]
         found = [(match.filesystem, path) for match in matches for path in match.paths]
+        again = [
+            path for (_, path), times in Counter((str(f.protocol), path) for f, path in found).items() if times > 1
+        ]
+        if again:
+            raise ValueError(
+                f"data.source names {again[0]} twice; name it once, or draw more of it by a weight in data.sources"
+            )
         kinds = {"text" if is_text(path) else extension(path): path for _, path in found}
         if unknown := [path for _, path in found if extension(path) not in EXTENSIONS]:
             raise ValueError(

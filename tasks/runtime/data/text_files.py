@@ -23,6 +23,8 @@ PART = 1 << 20
 
 _BLANK_LINES = r"\n\s*\n"
 _BYTE_ORDER_MARK = "\ufeff"
+# Null characters in a text, by character.
+_MOST_NULLS = 0.1
 
 
 class _Part(NamedTuple):
@@ -99,6 +101,11 @@ def _decoded(file: Bytes) -> Iterator[str]:
             raise OSError(
                 f"line {number} is not UTF-8 ({error.reason} at byte {at} of the file); save it as UTF-8"
             ) from error
+        if text.count("\0") > len(text) * _MOST_NULLS:
+            raise OSError(
+                f"{text.count(chr(0)):,} of the {len(text):,} characters from line {line} on are null, as in UTF-16 or "
+                "in a file that is no text; save it as UTF-8"
+            )
         yield text if size else text.removeprefix(_BYTE_ORDER_MARK)
         line, size = line + text.count("\n"), size + len(data)
         if not data:
