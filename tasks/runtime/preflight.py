@@ -103,6 +103,13 @@ CHECKS = (
         "the model has what the adapter names, and PEFT can read it if export.formats has 'adapter'",
     ),
     Check(
+        "reward model",
+        ("plan", "launch"),
+        "models.score_head:require_score_head",
+        ("spec.model",),
+        "with objective.type reward, transformers has a model of the family that scores texts",
+    ),
+    Check(
         "packed rows",
         ("plan", "launch"),
         "models.packing_support:require_planned_packing_support",

@@ -28,6 +28,7 @@ STEPS, SAVED = 4, 2
 CELLS = {
     "dpo": [("torch", "fsdp", "none"), ("lightning", "ddp", "none"), ("hf", "fsdp", "lora")],
     "orpo": [("hf", "ddp", "lora")],
+    "reward": [("torch", "fsdp", "none")],
     # Without packing no two processes read the same number of tokens.
     "kto": [("lightning", "fsdp", "none"), ("torch", "ddp", "lora")],
     "distill": [("hf", "fsdp", "none"), ("torch", "ddp", "lora")],

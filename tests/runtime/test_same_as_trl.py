@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.objectives import Distill, DpoLoss
 from tasks.runtime.data import collate, fingerprint, prepare
+from tasks.runtime.models.pretrained import load_pretrained
 from tasks.runtime.objectives import build_objective
 from tasks.runtime.objectives.divergence import distillation
 from tasks.runtime.objectives.head_sums import Head
@@ -56,6 +57,7 @@ ROWS = {
     "bare": [
         {**pair, "prompt": "", "rejected": pair["rejected"][: 40 * (n % 2)] or "a"} for n, pair in enumerate(PAIRS)
     ],
+    "margins": [{**pair, "margin": n / 4 - 1} for n, pair in enumerate(PAIRS)],
     "labelled": [
         {"prompt": pair["prompt"], "completion": pair[("rejected", "chosen")[n % 3 > 0]], "label": n % 3 > 0}
         for n, pair in enumerate(PAIRS)
@@ -74,6 +76,9 @@ RUNS = {
     # TRL averages the cross entropy over the tokens of a micro-batch, and ORPO's over those of the prompt, too.
     "orpo": ("bare", {"type": "orpo", "beta": 0.3}, {}, "ORPO", {"beta": 0.3, **ONE_BY_ONE}),
     "cpo": ("pairs", {"type": "cpo", "label_smoothing": 0.1}, {}, "CPO", {"label_smoothing": 0.1, **ONE_BY_ONE}),
+    "reward": (
+        "margins", {"type": "reward", "center_coefficient": 0.05}, {}, "Reward", {"center_rewards_coefficient": 0.05},
+    ),
     # Each prompt is mismatched with the completion of the row before it, of the first with that of the last.
     "kto": ("labelled", {"type": "kto", **KTO}, {}, "KTO", {**KTO, "train_sampling_strategy": "sequential"}),
     "apo": (
@@ -156,7 +161,12 @@ def theirs(output, name):
     if data:
         tokenizer.chat_template = MARKED
     ordered = in_our_order(output, name, tokenizer) if kind == "KTO" else ROWS[rows]
-    trainer = trainer_of(output, kind, ordered, options, pretrained(output), processing_class=tokenizer)
+    model = pretrained(output)
+    if kind == "Reward":
+        # The head is random: it has to be ours.
+        model = load_pretrained(str(output / "pretrained"), head="score", dtype=torch.float32)
+        model.config.pad_token_id = tokenizer.pad_token_id
+    trainer = trainer_of(output, kind, ordered, options, model, processing_class=tokenizer)
     trainer.train()
     return [(point["loss"], point["grad_norm"]) for point in trainer.state.log_history if "loss" in point]
 
@@ -167,7 +177,7 @@ def test_losses_and_norms_are_those_of_trl(output, name):
     assert len(found) == len(expected) == STEPS
     for step in range(STEPS):
         assert found[step] == pytest.approx(expected[step], rel=1e-5), f"step {step + 1}"
-    assert found[-1][0] < 0.8 * found[0][0] or name in ("kto", "apo")
+    assert found[-1][0] < 0.8 * found[0][0] or name in ("kto", "apo", "reward")
     if name == "kto":
         assert read_points(RunFolder.of(spec_of(output, name)).metrics)[-1].metrics["kl"] > 0.1
 

@@ -114,6 +114,11 @@ class Reading(Section):
     rejected_column: Text | None = Field(
         None, description="Column of `preference`: the other answer; by default `rejected`."
     )
+    margin_column: Text | None = Field(
+        None,
+        description="Column with a number by which the score of the chosen answer should be larger, for `reward`; by "
+        "default `margin`, if there is one.",
+    )
     label_column: Text | None = Field(
         None,
         description="Column that says whether an answer is good, for `kto`: true or false; by default `label` or "

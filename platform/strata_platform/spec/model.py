@@ -10,6 +10,8 @@ from strata_platform.spec.describe import Allowed
 from strata_platform.spec.fields import Flag, Integer, Number, Section, Text, number
 
 PRESETS = ("tiny-llama",)
+SCORE = "score"
+"""The module of a model that scores texts, by its name in transformers."""
 
 CodeVersion = Annotated[
     str,
@@ -38,6 +40,11 @@ class Model(Section):
         (),
         description="Special tokens to add to the tokenizer. Embeddings and head grow with it; their new rows begin at "
         "the mean of the others, as in transformers.",
+    )
+    head: Literal["tokens", "score"] = Field(
+        "tokens",
+        description="What the last hidden states become: logits of `tokens`, or the `score` of a text, which objective "
+        "`reward` sets.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",

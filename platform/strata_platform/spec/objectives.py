@@ -115,6 +115,22 @@ class Cpo(Section):
     label_smoothing: Number = Field(0.0, ge=0, lt=0.5, description=f"{_SMOOTHING}.")
 
 
+class Reward(Section):
+    """A reward model: a score for a text, larger for the chosen of two answers (Bradley-Terry).
+
+    The head of the model is replaced by one that computes a score. The exported model is one of
+    `AutoModelForSequenceClassification`.
+    """
+
+    type: Literal["reward"] = Field("reward", description="Score answers.")
+    center_coefficient: Number = Field(
+        0.0,
+        ge=0,
+        le=1e3,
+        description="Weight of the squared sum of both scores of a pair, which keeps scores around 0; 0.01 is usual.",
+    )
+
+
 class Distill(Section):
     """Distillation: match the output distribution of a teacher, a larger model with the same vocabulary."""
 
@@ -148,11 +164,11 @@ class Custom(Section):
     )
 
 
-PAIRED = ("dpo", "orpo", "simpo", "cpo")
+PAIRED = ("dpo", "orpo", "simpo", "cpo", "reward")
 """Objectives that compare the two answers of a pair."""
 LABELLED = ("kto",)
 """Objectives that read single answers, each with a label."""
 WITH_REFERENCE = ("dpo", "kto")
 """Objectives that compare the model with the one before training."""
-PREFERENCES = (*PAIRED, *LABELLED)
-"""Objectives that learn which answers are better."""
+PREFERENCES = ("dpo", "orpo", "simpo", "cpo", "kto")
+"""Objectives that make better answers likelier."""

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, get_args
 
 from strata_platform.spec.data import BUILTIN_SOURCES
 from strata_platform.spec.model import Lora
-from strata_platform.spec.objectives import LABELLED, PAIRED, PREFERENCES, WITH_REFERENCE, Dpo, DpoLoss
+from strata_platform.spec.objectives import LABELLED, PAIRED, WITH_REFERENCE, Dpo, DpoLoss
 from strata_platform.spec.problems import Contradiction
 
 if TYPE_CHECKING:
     from strata_platform.spec.data import Data, Reading
     from strata_platform.spec.run_spec import Objective, RunSpec
 
+# Formats of models that write texts.
+_WRITTEN = {"gguf", "fp8", "int4"}
 _PAIR_FORMATS = ("preference", "preference_chat")
 # Losses of `dpo` that read `label_smoothing`.
 _SMOOTHED = ("sigmoid", "robust", "exo_pair")
@@ -27,6 +29,7 @@ def preference_rules(spec: RunSpec) -> Iterator[Contradiction]:
     if not spec.data.sources:
         yield from _rows(spec.objective, spec.data, "data")
     yield from _reference(spec)
+    yield from _score(spec)
     if isinstance(spec.objective, Dpo):
         yield from _losses(spec.objective)
 
@@ -35,7 +38,7 @@ def _data(objective: Objective, data: Data) -> Iterator[Contradiction]:
     kind = objective.type
     compared = "both answers" if kind in PAIRED else "whole answers"
     yield Contradiction(
-        kind in PREFERENCES and data.train_on is not None,
+        kind in (*PAIRED, *LABELLED) and data.train_on is not None,
         ("data.train_on", "objective.type"),
         f"set, but objective.type '{kind}' compares {compared} and nothing else; leave data.train_on out",
     )
@@ -70,6 +73,11 @@ def _rows(objective: Objective, source: Reading, path: str) -> Iterator[Contradi
         kind not in LABELLED and source.label_column is not None,
         (f"{path}.label_column", "objective.type"),
         f"set, but objective.type '{kind}' reads no labels; set objective.type to 'kto', or leave it out",
+    )
+    yield Contradiction(
+        kind != "reward" and source.margin_column is not None,
+        (f"{path}.margin_column", "objective.type"),
+        f"set, but objective.type '{kind}' reads no margins; set objective.type to 'reward', or leave it out",
     )
     yield Contradiction(
         paired and source.template is not None,
@@ -119,6 +127,31 @@ def _reference(spec: RunSpec) -> Iterator[Contradiction]:
         f"'per_op' does not work with parallel.stage 3 and an adapter: objective.type '{spec.objective.type}' leaves "
         "frozen weights gathered after the reference's forward pass, so that the recomputed pass differs; set "
         "training.gradient_checkpointing to 'full' or 'selective', or parallel.type to 'fsdp'",
+    )
+
+
+def _score(spec: RunSpec) -> Iterator[Contradiction]:
+    """Rules of a model that scores texts: it writes none."""
+    scores = spec.objective.type == "reward"
+    yield Contradiction(
+        (spec.model.head == "score") != scores,
+        ("model.head", "objective.type"),
+        f"'{spec.model.head}' does not fit objective.type '{spec.objective.type}', which needs "
+        f"'{'score' if scores else 'tokens'}'; leave model.head out",
+    )
+    yield from (
+        Contradiction(
+            scores and given,
+            (field, "objective.type"),
+            f"{needs}, but objective.type 'reward' trains a model that scores texts; leave {field} out",
+        )
+        for field, given, needs in (
+            ("evaluation.tasks", bool(spec.evaluation.tasks), "are tasks of a model that writes texts"),
+            ("evaluation.during", bool(spec.evaluation.during), "needs a model that writes texts"),
+            ("export.formats", bool({*spec.export.formats} & _WRITTEN), "are formats of a model that writes texts"),
+            ("model.add_special_tokens", bool(spec.model.add_special_tokens), "adds rows to a head of tokens"),
+            ("model.trust_remote_code", bool(spec.model.trust_remote_code), "brings a model that writes texts"),
+        )
     )
 
 

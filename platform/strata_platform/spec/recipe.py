@@ -84,7 +84,7 @@ def _same_targets(objective: Objective) -> str:
     """The built-in objective that trains on the same tokens of the same data."""
     if isinstance(objective, Custom):
         return "pretrain" if objective.targets == "all" else "sft"
-    return "dpo" if objective.type in PAIRED else objective.type
+    return "dpo" if objective.type in PAIRED and objective.type != "reward" else objective.type
 
 
 def _train_on(data: Data, objective: Objective) -> TrainOn:

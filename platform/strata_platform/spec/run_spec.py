@@ -32,8 +32,20 @@ from strata_platform.spec.fields import (
     number,
 )
 from strata_platform.spec.kernels import Kernels
-from strata_platform.spec.model import PRESETS, Lora, Model, NoAdapter
-from strata_platform.spec.objectives import PREFERENCES, Cpo, Custom, Distill, Dpo, Kto, Orpo, Pretrain, Sft, Simpo
+from strata_platform.spec.model import PRESETS, SCORE, Lora, Model, NoAdapter
+from strata_platform.spec.objectives import (
+    PREFERENCES,
+    Cpo,
+    Custom,
+    Distill,
+    Dpo,
+    Kto,
+    Orpo,
+    Pretrain,
+    Reward,
+    Sft,
+    Simpo,
+)
 from strata_platform.spec.parallel import Ddp, Deepspeed, Fsdp, Single
 from strata_platform.spec.problems import check
 from strata_platform.spec.training import Optimizer, Schedule, Training
@@ -180,7 +192,9 @@ class Tracking(Section):
     )
 
 
-Objective = Annotated[Pretrain | Sft | Dpo | Kto | Orpo | Simpo | Cpo | Distill | Custom, Field(discriminator="type")]
+Objective = Annotated[
+    Pretrain | Sft | Dpo | Kto | Orpo | Simpo | Cpo | Reward | Distill | Custom, Field(discriminator="type")
+]
 Adapter = Annotated[NoAdapter | Lora, Field(discriminator="type")]
 Parallel = Annotated[Single | Ddp | Fsdp | Deepspeed, Field(discriminator="type")]
 
@@ -225,6 +239,19 @@ class RunSpec(Section):
                 counted = training.model_copy(update={"gradient_accumulation_steps": micro_batches})
                 # The model is frozen, but this validator is a part of its construction.
                 object.__setattr__(self, "training", counted)
+        return self
+
+    @model_validator(mode="after")
+    def _score_texts(self) -> Self:
+        """Give the model of a reward the head of one, which is trained whole beside an adapter."""
+        if self.objective.type != "reward":
+            return self
+        # The model is frozen, but this validator is a part of its construction.
+        if "head" not in self.model.model_fields_set:
+            object.__setattr__(self, "model", self.model.model_copy(update={"head": "score"}))
+        if isinstance(self.adapter, Lora) and SCORE not in self.adapter.modules_to_save:
+            saved = (*self.adapter.modules_to_save, SCORE)
+            object.__setattr__(self, "adapter", self.adapter.model_copy(update={"modules_to_save": saved}))
         return self
 
     @model_validator(mode="wrap")

@@ -36,7 +36,9 @@ PARALLEL: dict[str, Settings] = {
 
 FEATURES: dict[str, Settings] = {
     **{f"runtime.framework: {name}": {"runtime": {"framework": name}} for name in ("hf", "lightning", "torch")},
-    **{f"objective.type: {name}": {"objective": {"type": name}} for name in ("pretrain", "sft", *PREFERENCES)},
+    **{
+        f"objective.type: {name}": {"objective": {"type": name}} for name in ("pretrain", "sft", *PREFERENCES, "reward")
+    },
     "objective.type: dpo, adapter.type: lora": {"objective": {"type": "dpo"}, "adapter": {"type": "lora"}},
     "objective.type: distill": {"objective": {"type": "distill", "teacher": "organization/teacher"}},
     "objective.type: custom": {"objective": {"type": "custom", "object": "my_package.losses:Focal"}},

@@ -180,7 +180,8 @@ class CheckpointWriter:
             if not failures:
                 # The configs, with which the model can be built again.
                 self._model.config.save_pretrained(folder)
-                self._model.generation_config.save_pretrained(folder)
+                if self._model.can_generate():
+                    self._model.generation_config.save_pretrained(folder)
                 (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
                 digests = {file: digest for written, _ in outcomes for file, digest in written.items()}
                 layout = {"world_size": self._processes.world_size, "copies": self._processes.tp_size}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from strata_platform.spec.data import Data
+from strata_platform.spec.objectives import PAIRED
 from tasks.runtime.data.image_messages import image_columns
 from tasks.runtime.data.rows import Row, describe_type, suggestion
 from tasks.runtime.data.tools import COLUMN as TOOLS
@@ -139,7 +140,7 @@ def find_shape(data: Data, objective: str, present: list[str]) -> Shape | None:
     Raises ValueError if the columns of `data.format`, or of `objective`, are missing.
     """
     shapes = [shape._replace(columns=_named(shape, data)) for shape in SHAPES]
-    if objective == "dpo":
+    if objective in PAIRED:
         wanted = [shape for shape in shapes if shape.format in PREFERENCES]
         if data.format == "preference_chat":
             wanted = [shape._replace(format=data.format) for shape in wanted]
@@ -150,7 +151,7 @@ def find_shape(data: Data, objective: str, present: list[str]) -> Shape | None:
         if objective == "pretrain":
             wanted.sort(key=lambda shape: shape.format != "text")
     found = next((shape for shape in wanted if set(shape.columns) <= set(present)), None)
-    if found is None and (data.format != "auto" or objective == "dpo"):
+    if found is None and (data.format != "auto" or objective in PAIRED):
         raise ValueError(_missing(data, objective, wanted, present))
     return found
 
@@ -169,13 +170,13 @@ def _named(shape: Shape, data: Data) -> tuple[str, ...]:
 
 def _missing(data: Data, objective: str, wanted: list[Shape], present: list[str]) -> str:
     """The message for columns of `wanted` that are missing: of the shape that lacks the fewest."""
-    if objective == "dpo":
+    if objective in PAIRED:
         wanted = [shape for shape in wanted if len(shape.columns) == 2]
     near = min(wanted, key=lambda shape: len(set(shape.columns) - set(present)))
     fields = _FIELDS[near.format][-len(near.columns) :]
     field, column = next(pair for pair in zip(fields, near.columns, strict=True) if pair[1] not in present)
     has = f"{', '.join(map(repr, present))}{suggestion(column, present)}"
-    if objective == "dpo":
+    if objective in PAIRED:
         return (
             f"the objective needs pairs of answers, but the data has no column {column!r}, only {has}; set data.{field}"
         )

@@ -64,6 +64,8 @@ class RowDataset(Dataset[Row]):
     answer, -1 for those of the rejected one and 0 for padding.
     reference: `reference` [T], fp32, is the document's log-probability at its first token and 0 elsewhere.
     longest: tokens of a row without `length`.
+    scored: `scored` [T], int64, is 1 at the last token of a document that is no padding token, whose hidden state
+    transformers scores, and 0 elsewhere; `margin` [T], fp32, is a pair's margin at its first token.
 
     Documents with scores that are no pairs have `sides` 1 where the score is above 0, and -1 elsewhere. Their rows also
     have columns whose names begin with `mismatched_`: the same prompts with other completions; see `mismatched`.
@@ -78,6 +80,7 @@ class RowDataset(Dataset[Row]):
         paired: bool = False,
         reference: ReferenceLogProbs | None = None,
         longest: int | None = None,
+        scored: bool = False,
     ) -> None:
         self.shards = shards
         # Where the known shards end; more may follow while data is prepared.
@@ -87,6 +90,7 @@ class RowDataset(Dataset[Row]):
         self._paired = paired
         self._reference = reference
         self._longest = length or longest
+        self._scored = scored
 
     def __len__(self) -> int:
         """Rows of the shards that are known: all, unless the data is still being prepared."""
@@ -105,6 +109,11 @@ class RowDataset(Dataset[Row]):
             return self._with_mismatched(tensors, mismatched(shard, row, self._longest), reference)
         if reference is not None:
             tensors["reference"] = _at_starts(reference, tensors["position_ids"])
+        if self._scored:
+            tensors["scored"] = _ends(tensors["input_ids"], bounds - begin, self._pad_token_id)
+            documents = slice(int(shard["rows"][row]), int(shard["rows"][row + 1]))
+            margins = shard["scores"][documents] if "scores" in shard else torch.zeros(bounds.numel() - 1)
+            tensors["margin"] = _at_starts(margins, tensors["position_ids"]).where(tensors["sides"] == 1, 0.0)
         padded = _pad(tensors, self._length - (end - begin) if self._length else 0, self._pad_token_id)
         return padded | _images(shard, int(shard["rows"][row]), int(shard["rows"][row + 1]))
 
@@ -152,6 +161,15 @@ def _at_starts(values: Tensor, position_ids: Tensor) -> Tensor:
     """Each document's value at its first token, and 0 elsewhere."""
     found = torch.zeros(position_ids.numel())
     found[position_ids == 0] = values
+    return found
+
+
+def _ends(ids: Tensor, bounds: Tensor, pad_token_id: int) -> Tensor:
+    """1 at the last token of each document that is no padding token."""
+    found = torch.zeros_like(ids)
+    for begin, end in pairwise(bounds.tolist()):
+        real = (ids[begin:end] != pad_token_id).nonzero()
+        found[begin + int(real[-1]) if real.numel() else begin] = 1
     return found
 
 
@@ -334,6 +352,7 @@ class PreparedData:
             paired=manifest.format in PREFERENCES,
             reference=reference,
             longest=manifest.sequence_length,
+            scored=manifest.recipe.get("objective") == "reward",
         )
 
     def cache(self) -> ShardCache | None:

@@ -182,7 +182,8 @@ def make_format(
     """The format of that name, with the chat template if it has chats.
 
     first: the first rows, by which `data.special_tokens: auto` decides.
-    score: the column with a label for the answer of each row; its last turn alone is learned then.
+    score: the column with a label for the answer of each row, whose last turn alone is learned then; or with the
+        margin of a pair.
     processor: gives the processor of images, of a vision-language model.
 
     Its function raises ValueError for a row with a column that is not read and changes what the row means.
@@ -201,7 +202,7 @@ def make_format(
     images = RowImages(data, processor) if chats else None
     build = _builder(name, columns, tokenizer, data, special, images, _labelled_chat if score else _chat)
     if score is not None:
-        build = with_scores(build, score)
+        build = with_scores(build, score, paired=name in PREFERENCES)
 
     def documents(row: Row) -> list[Document]:
         unread.require_harmless(row)

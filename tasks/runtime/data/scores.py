@@ -1,8 +1,11 @@
-"""Numbers that rows give to their answers: KTO's label, 1 for a good answer and -1 for a bad one."""
+"""Numbers that rows give to their answers: KTO's label, 1 for a good answer and -1 for a bad one; and the margin of a
+pair, by which the score of its chosen answer should be larger.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,9 +15,11 @@ from tasks.runtime.data.rows import Row, RowError, describe_type, suggestion
 
 if TYPE_CHECKING:
     from tasks.runtime.data.documents import Document
+    from tasks.runtime.data.formats import ToDocuments
 
 # Columns with KTO's label: TRL's; LLaMA-Factory's.
 LABELS = ("label", "kto_tag")
+MARGIN = "margin"
 
 _GOOD, _BAD = ("true", "1", "1.0", "yes"), ("false", "0", "0.0", "no")
 
@@ -24,6 +29,9 @@ def score_column(recipe: DataRecipe, present: list[str]) -> str | None:
 
     Raises ValueError if the objective needs one, and there is none.
     """
+    if recipe.objective == "reward":
+        # A column that the spec names exists: `choose_format` has looked.
+        return recipe.data.margin_column or (MARGIN if MARGIN in present else None)
     if recipe.objective not in LABELLED:
         return None
     names = LABELS if recipe.data.label_column is None else (recipe.data.label_column,)
@@ -37,7 +45,7 @@ def score_column(recipe: DataRecipe, present: list[str]) -> str | None:
     return found
 
 
-def score_of(row: Row, column: str) -> float:
+def label_of(row: Row, column: str) -> float:
     """1 for a good and -1 for a bad answer. Raises RowError if the column says neither."""
     value = row.value(column)
     said = str(value).strip().lower()
@@ -52,8 +60,22 @@ def score_of(row: Row, column: str) -> float:
     )
 
 
-def with_scores(build: Callable[[Row], list[Document]], column: str) -> Callable[[Row], list[Document]]:
-    """Make `build` give each document the score of its row."""
+def margin_of(row: Row, column: str) -> float:
+    """The finite number in a column, 0 if it is null. Raises RowError if it is none."""
+    value = row.value(column)
+    if isinstance(value, str):
+        with suppress(ValueError):
+            value = float(value)
+    if value is None:
+        return 0.0
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise RowError(f"{row.where}: column {column!r} holds {describe_type(value)}; a margin is a finite number")
+    return float(value)
+
+
+def with_scores(build: ToDocuments, column: str, *, paired: bool) -> ToDocuments:
+    """Make `build` give each document the score of its row: its label, or with `paired` its margin."""
+    score_of = margin_of if paired else label_of
 
     def documents(row: Row) -> list[Document]:
         score = score_of(row, column)

@@ -21,6 +21,7 @@ from tasks.runtime.evaluation.lm_eval_harness import Score, task_scores
 from tasks.runtime.extensions.callback_runner import CallbackRunner
 from tasks.runtime.models.build import has_fused_loss, patch, set_special_tokens
 from tasks.runtime.models.packing_support import learned_position_count
+from tasks.runtime.models.score_head import score_positions
 from tasks.runtime.models.trained_weights import build_initial_model, build_trained_model
 from tasks.runtime.models.vision import sample_inputs, with_model_inputs
 from tasks.runtime.objectives import build_validation_objective
@@ -53,7 +54,8 @@ def evaluate(spec: RunSpec, record: CompletionRecord, data: PreparedData, weight
         ValueError: the run is not complete, or a task cannot be loaded.
     """
     record.require_complete()
-    prompts = data.samples(spec.evaluation.samples)
+    # A model that scores texts writes none.
+    prompts = data.samples(0 if spec.model.head == "score" else spec.evaluation.samples)
     # One after the other, so that one model is in memory at a time.
     before, data = _measure(spec, data, prompts, weights=None)
     after, _ = _measure(spec, data, prompts, weights=weights)
@@ -118,6 +120,7 @@ def _measure(
     tokenizer = data.tokenizer()
     model = (build_trained_model(spec, weights) if weights else build_initial_model(spec)).to(Processes().device).eval()
     set_special_tokens(model, tokenizer)
+    score_positions(model)
     patched = patch(model, spec.kernels)
     log.info("kernels in evaluation: %s", patched.summary() if patched else "off")
     objective = build_validation_objective(spec, fused=has_fused_loss(patched))

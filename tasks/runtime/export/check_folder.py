@@ -24,6 +24,7 @@ from tasks.runtime.export.quantized_folder import read_quantized
 from tasks.runtime.models.attention_choice import choose_attention
 from tasks.runtime.models.custom_code import register_custom_code
 from tasks.runtime.models.pretrained import load_pretrained
+from tasks.runtime.models.score_head import head_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -267,7 +268,8 @@ def main() -> None:
     else:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        model = load_pretrained(name, dtype="auto", attn_implementation=choose_attention(attention, config))
+        attention = choose_attention(attention, config)
+        model = load_pretrained(name, head=head_of(config), dtype="auto", attn_implementation=attention)
         found = expected_of(model.to(device), tokenizer)
         wrong = difference(expected, found)
         close = "" if wrong else closeness(expected, found)

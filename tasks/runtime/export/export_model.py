@@ -72,7 +72,8 @@ def write_model(spec: RunSpec, data: PreparedData, weights: Path, folder: Path) 
     set_special_tokens(model, tokenizer)
     for config in (model.config, model.config.get_text_config()):
         config.use_cache = True
-    _stop_at(model.generation_config, data.manifest.stop_token_ids)
+    if model.can_generate():
+        _stop_at(model.generation_config, data.manifest.stop_token_ids)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if model.config.get_text_config() is not model.config:
@@ -134,9 +135,10 @@ def model_card(spec: RunSpec, record: CompletionRecord) -> str:
     sources = [name for source in spec.data.sources or (spec.data,) for name in source.names]
     source = redacted(", ".join(Path(name).name if Path(name).is_absolute() else name for name in sources))
     versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
+    loader = "AutoModelForSequenceClassification" if spec.model.head == "score" else "AutoModelForCausalLM"
     about = ModelCardData(
         library_name="transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag="text-classification" if spec.model.head == "score" else "text-generation",
         tags=["strata", spec.objective.type],
         **_origin(spec.model),
     )
@@ -150,9 +152,9 @@ def model_card(spec: RunSpec, record: CompletionRecord) -> str:
 and {record.tokens:,} tokens. {_losses(record)}
 {_scores(record)}
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {loader}, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
+model = {loader}.from_pretrained("path/to/this/folder")
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 ```
 

@@ -20,6 +20,7 @@ from strata_platform.spec.model import Lora, Model
 from strata_platform.spec.run_spec import Adapter
 from tasks.runtime.models.lora import base_fingerprint, lora_config, require_base, saved_modules
 from tasks.runtime.models.pissa import InitialMatrices
+from tasks.runtime.models.score_head import scores
 from tasks.runtime.process.hub import asking_hub
 
 log = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ def write_adapter(
         base_model_name_or_path=Path(base.name).absolute().name if local else base.name,
         revision=base.revision,
         inference_mode=True,
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if scores(model) else "CAUSAL_LM",
     )
     tensors = {
         file_name(name): parameter.detach().contiguous()

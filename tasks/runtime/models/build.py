@@ -14,7 +14,6 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     GenerationConfig,
     LlamaConfig,
     PretrainedConfig,
@@ -38,8 +37,9 @@ from tasks.runtime.models.attention_choice import choose_attention, missing_sdpa
 from tasks.runtime.models.custom_code import register_custom_code
 from tasks.runtime.models.pretrained import load_pretrained, readable
 from tasks.runtime.models.recurrent_layers import isolate_sequences
+from tasks.runtime.models.score_head import class_of, head_of, options_of, scores
 from tasks.runtime.models.sequence_masks import mask_sequences
-from tasks.runtime.models.vision import auto_class, beyond_text
+from tasks.runtime.models.vision import beyond_text
 from tasks.runtime.optim.parameter_names import names_of, select
 
 log = logging.getLogger(__name__)
@@ -88,10 +88,12 @@ def load_config(model: Model) -> PretrainedConfig:
         Unreachable: the Hub does not answer.
     """
     if model.name in PRESETS:
-        return LlamaConfig(**PRESETS[model.name])
+        return LlamaConfig(**PRESETS[model.name], **options_of(model.head))
     register_custom_code(model)
     file = Path(model.name, "config.json")
     config = deepcopy(_read_config(model.name, model.revision, file.stat().st_mtime_ns if file.is_file() else None))
+    for name, value in options_of(model.head).items():
+        setattr(config, name, value)
     if model.add_special_tokens:
         text = config.get_text_config()
         text.vocab_size = max(text.vocab_size, _vocabulary_size(model))
@@ -167,13 +169,16 @@ def build_model(
         torch.manual_seed(seed)
         # Initialize in fp32 and round, so that every dtype starts from the same weights. Only parameters are rounded:
         # buffers, such as the frequencies of rotary embeddings, keep the dtype that the model gives them.
-        model = AutoModelForCausalLM.from_config(load_config(settings), attn_implementation=attention_of(settings))
+        config = load_config(settings)
+        model = class_of(settings.head, config).from_config(config, attn_implementation=attention_of(settings))
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
         model.config.dtype = dtype
     else:
         model = load_pretrained(
             source,
+            head=settings.head,
+            seed=seed,
             revision=None if weights else settings.revision,
             dtype=dtype,
             attn_implementation=attention_of(settings),
@@ -182,7 +187,10 @@ def build_model(
         if settings.add_special_tokens and not weights:
             _resize_embeddings(model, load_config(settings).get_text_config().vocab_size, seed)
     use_no_cache(model)
-    _reset_unused_settings(model.generation_config)
+    if model.can_generate():
+        _reset_unused_settings(model.generation_config)
+    # A checkpoint's configuration names the class.
+    model.config.architectures = [type(model).__name__]
     support_packed_rows(model)
     return model
 
@@ -237,16 +245,17 @@ def _reset_unused_settings(config: GenerationConfig) -> None:
 
 def build_model_on_meta(settings: Model, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The model of `build_model` with its parameters on the meta device and its buffers on the CPU."""
-    return _model_on_meta(load_config(settings), dtype or model_dtype(settings), settings.attention)
+    return _model_on_meta(load_config(settings), dtype or model_dtype(settings), settings.attention, settings.head)
 
 
 def build_saved_model(folder: Path, attention: str = "auto") -> PreTrainedModel:
     """The model of a checkpoint, with its parameters on the meta device."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    model = _model_on_meta(config, config.dtype, attention)
+    model = _model_on_meta(config, config.dtype, attention, head_of(config))
     index = Index(folder)
     set_dtypes(model, {name: index.dtype(name) for name in index})
-    model.generation_config = GenerationConfig.from_pretrained(folder)
+    if model.can_generate():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
 
 
@@ -256,12 +265,13 @@ def saved_dtype(folder: Path) -> torch.dtype:
     return dtype
 
 
-def _model_on_meta(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+def _model_on_meta(config: PretrainedConfig, dtype: torch.dtype, attention: str, head: str) -> PreTrainedModel:
     with init_empty_weights(include_buffers=False):
-        model = auto_class(config).from_config(
+        model: PreTrainedModel = class_of(head, config).from_config(
             config, dtype=dtype, attn_implementation=choose_attention(attention, config)
         )
     use_no_cache(model)
+    model.config.architectures = [type(model).__name__]
     model.tie_weights()
     support_packed_rows(model)
     return model
@@ -334,7 +344,10 @@ def require_embeddings(model: Model, data: PreparedData) -> None:
 def set_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Give a model from scratch the special tokens of its tokenizer; a pretrained model keeps its own."""
     # Of a multimodal model, only the text configuration always has these fields.
-    for config in (model.config.get_text_config(), model.generation_config):
+    if scores(model):
+        # Its forward pass finds the end of a text by this token, which is that of the prepared rows.
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    for config in filter(None, (model.config.get_text_config(), getattr(model, "generation_config", None))):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if getattr(config, name) is None:
                 setattr(config, name, getattr(tokenizer, name))
@@ -387,7 +400,7 @@ def build_planning_model(settings: Model, dtype: torch.dtype) -> PreTrainedModel
     """The model with everything on the meta device, for planning kernels. `dtype`: that of `compute_dtype`."""
     with torch.device("meta"):
         config = load_config(settings)
-        model = auto_class(config).from_config(
+        model: PreTrainedModel = class_of(settings.head, config).from_config(
             config,
             # Attention is not an operator of the kernel layer, and these run on meta tensors.
             attn_implementation=choose_attention("auto", config),
@@ -434,10 +447,12 @@ def patch(model: PreTrainedModel, kernels: Kernels) -> PatchReport | None:
     """
     if not kernels.enabled:
         return None
+    # A model that scores texts has no head of tokens.
+    exclude = (*kernels.exclude, "linear_cross_entropy") if scores(model) else kernels.exclude
     if kernels.enabled == "auto":
-        return patch_model(model, exclude=kernels.exclude)
+        return patch_model(model, exclude=exclude)
     try:
-        return patch_model(model, exclude=kernels.exclude, require_all=True)
+        return patch_model(model, exclude=exclude, require_all=True)
     except ValueError as error:
         raise ValueError(
             f"kernels.enabled is true, but {error}. Set it to auto, which keeps the model's own code there, or leave "

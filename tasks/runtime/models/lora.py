@@ -22,9 +22,10 @@ from transformers.pytorch_utils import Conv1D
 from strata_kernels import PatchReport
 from strata_kernels.patch.discover_experts import has_experts
 from strata_platform.spec import RunSpec
-from strata_platform.spec.model import Lora, NoAdapter
+from strata_platform.spec.model import SCORE, Lora, NoAdapter
 from tasks.runtime.checkpoint.state import has_adapter
 from tasks.runtime.models.build import build_model_on_meta
+from tasks.runtime.models.score_head import scores
 from tasks.runtime.models.vision import is_multimodal
 
 # Imported only for an adapter: PEFT imports every installed quantization library, which takes seconds.
@@ -282,5 +283,5 @@ def _require_targets(model: PreTrainedModel, settings: Lora) -> None:
 
 def _linear_layers(model: PreTrainedModel) -> tuple[str, ...]:
     """The paths of all linear layers but the head."""
-    head = model.get_output_embeddings()
+    head = getattr(model, SCORE) if scores(model) else model.get_output_embeddings()
     return tuple(name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head)

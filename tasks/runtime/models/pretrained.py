@@ -16,10 +16,10 @@ from transformers import AutoConfig, PreTrainedModel
 
 from strata_platform.file_io import require_regular_files
 from strata_platform.model_config import read_config_file
-from strata_platform.spec.model import Model
+from strata_platform.spec.model import SCORE, Model
 from strata_platform.spec.objectives import Distill
 from strata_platform.spec.run_spec import Objective
-from tasks.runtime.models.vision import auto_class
+from tasks.runtime.models.score_head import class_of, initialize, options_of
 from tasks.runtime.process.errors import Unreachable
 from tasks.runtime.process.hub import asking_hub
 
@@ -28,7 +28,9 @@ _EXPECTED_ERRORS = (OSError, ImportError, ValueError, SafetensorError)
 _SHOWN = 3
 
 
-def load_pretrained(source: str, *, allow_extra: bool = False, **options: Any) -> PreTrainedModel:
+def load_pretrained(
+    source: str, *, allow_extra: bool = False, head: str = "tokens", seed: int = 0, **options: Any
+) -> PreTrainedModel:
     """`auto_class(config).from_pretrained(source, **options)` from safetensors; every tensor has its place.
 
     Tied weights, and tensors that the model class names in `_keys_to_ignore_on_load_missing` and `..._unexpected`, are
@@ -36,6 +38,9 @@ def load_pretrained(source: str, *, allow_extra: bool = False, **options: Any) -
 
     Args:
         source: a folder, or a model on the Hub.
+        head: the spec's `model.head`. With "score" it is `AutoModelForSequenceClassification`, and a head of tokens in
+            the source is left out; a head that it lacks gets random values.
+        seed: of these values.
         allow_extra: tensors that the model lacks are no problem either, as those of layers that were cut off.
         options: further arguments of `from_pretrained`. With `device_map="meta"` no tensor is read, only the headers.
 
@@ -46,21 +51,29 @@ def load_pretrained(source: str, *, allow_extra: bool = False, **options: Any) -
     """
     with readable(source):
         config = AutoConfig.from_pretrained(source, revision=options.get("revision"), trust_remote_code=False)
-        model, found = auto_class(config).from_pretrained(
+        model, found = class_of(head, config).from_pretrained(
             source,
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
             # Reported below, with the other differences.
             ignore_mismatched_sizes=True,
+            **options_of(head),
             **options,
         )
     if hasattr(model, "peft_config"):
         raise _is_adapter(source)
     shapes = [f"{name} {list(held)}, not {list(wanted)}" for name, held, wanted in sorted(found["mismatched_keys"])]
     extra = [] if allow_extra else sorted(found["unexpected_keys"])
+    missing = sorted(found["missing_keys"])
+    if head == "score":
+        # Whatever lies beside the layers is the head of tokens.
+        extra = [name for name in extra if name.startswith(f"{model.base_model_prefix}.")]
+        if missing == [f"{SCORE}.weight"]:
+            missing = []
+            initialize(model, seed)
     differences = [
-        _listed(sorted(found["missing_keys"]), "tensors are missing"),
+        _listed(missing, "tensors are missing"),
         _listed(extra, "tensors are not part of the model"),
         _listed(shapes, "tensors have other shapes"),
     ]
@@ -126,7 +139,7 @@ def require_complete_weights(model: Model, objective: Objective) -> None:
     for field, folder in folders.items():
         if Path(folder).is_dir():
             try:
-                load_pretrained(folder, device_map="meta")
+                load_pretrained(folder, device_map="meta", head=model.head if field == "model.name" else "tokens")
             except ValueError as error:
                 if field == "model.name":
                     raise

@@ -13,6 +13,7 @@ from tasks.runtime.objectives.kto import Kto
 from tasks.runtime.objectives.next_token import NextToken
 from tasks.runtime.objectives.objective import MicroBatchLoss, Objective, ObjectiveContext, target_tokens
 from tasks.runtime.objectives.orpo import Orpo
+from tasks.runtime.objectives.reward import Reward
 from tasks.runtime.objectives.simpo import Simpo
 
 __all__ = [
@@ -41,6 +42,8 @@ def build_objective(spec: RunSpec, *, fused: bool) -> Objective:
             return Simpo(spec.objective, fused=fused)
         case settings.Cpo():
             return Cpo(spec.objective, fused=fused)
+        case settings.Reward():
+            return Reward(spec.objective)
         case settings.Distill():
             return Distill(spec, fused=fused)
         case settings.Custom():

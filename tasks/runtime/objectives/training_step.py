@@ -19,6 +19,7 @@ from tasks.runtime.models.build import (
     prepare_for_training,
 )
 from tasks.runtime.models.neftune import add_neftune
+from tasks.runtime.models.score_head import score_positions
 from tasks.runtime.models.varlen_attention import set_varlen_attention, uses_varlen, with_cu_seqlens
 from tasks.runtime.models.vision import with_model_inputs
 from tasks.runtime.objectives import build_objective
@@ -58,6 +59,7 @@ def build_training_step(
     freeze_by_name(model, spec.model)
     if (alpha := spec.training.neftune_noise_alpha) is not None:
         add_neftune(model, alpha)
+    score_positions(model)
     patched = prepare_for_training(model, spec.kernels, spec.training)
     collate = with_model_inputs(collator(spec.model.attention), model, data)
     varlen = uses_varlen(spec.model, spec.parallel, model.config, device)

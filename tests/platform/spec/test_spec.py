@@ -236,6 +236,34 @@ def test_a_long_value_is_shortened():
         ({"data": {"format": "preference", "source": "a.jsonl"}}, "data.format", "objective.type 'sft'"),
         ({"objective": {"type": "dpo"}}, "data.source", "objective.type 'dpo' needs"),
         ({"objective": {"type": "orpo"}}, "data.source", "objective.type 'orpo' needs"),
+        ({"objective": {"type": "kto"}}, "data.source", "no labels of answers"),
+        (
+            {"objective": {"type": "kto"}, "data": {"source": "a.jsonl", "format": "text"}},
+            "data.format",
+            "'text' has no answers",
+        ),
+        ({"data": {"source": "a.jsonl", "label_column": "good"}}, "data.label_column", "set objective.type to 'kto'"),
+        (
+            {"data": {"source": "a.jsonl", "margin_column": "by"}},
+            "data.margin_column",
+            "set objective.type to 'reward'",
+        ),
+        ({"model": {"head": "score"}}, "model.head", "which needs 'tokens'"),
+        (
+            {"objective": {"type": "reward"}, "data": {"source": "a.jsonl"}, "model": {"head": "tokens"}},
+            "model.head",
+            "which needs 'score'",
+        ),
+        (
+            {"objective": {"type": "reward"}, "data": {"source": "a.jsonl"}, "export": {"formats": ["gguf"]}},
+            "export.formats",
+            "a model that scores texts",
+        ),
+        (
+            {"objective": {"type": "reward"}, "data": {"source": "a.jsonl"}, "evaluation": {"tasks": ["hellaswag"]}},
+            "evaluation.tasks",
+            "a model that scores texts",
+        ),
         (
             {"objective": {"type": "simpo"}, "data": {"source": "a.jsonl", "format": "chat"}},
             "data.format",
@@ -907,3 +935,10 @@ def test_every_problem_of_a_list_of_sections_is_told():
 
 def test_a_section_without_a_field_that_it_needs_is_told_beside_other_problems():
     assert problems_of(objective={"type": "distill"}, seed=-1).keys() == {"objective.teacher", "seed"}
+
+
+def test_a_reward_has_the_head_of_one_which_an_adapter_trains_whole():
+    given = {"objective": {"type": "reward"}, "data": {"source": "a.jsonl"}, "model": {"name": "org/model"}}
+    spec = RunSpec.model_validate({**given, "adapter": {"type": "lora", "modules_to_save": ["embed_tokens"]}})
+    assert (spec.model.head, spec.adapter.modules_to_save) == ("score", ("embed_tokens", "score"))
+    assert RunSpec.model_validate_json(spec.model_dump_json()) == spec

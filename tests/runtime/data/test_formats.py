@@ -39,7 +39,7 @@ class Form(NamedTuple):
     @property
     def objective(self) -> str:
         if "rejected" in self.row:
-            return "dpo"
+            return "reward" if "under `reward`" in self.name else "dpo"
         if "under `kto`" in self.name:
             return "kto"
         return "pretrain" if "under `pretrain`" in self.name else "sft"
@@ -121,6 +121,9 @@ def test_a_form_is_read_and_learned_as_the_page_shows(form: Form, prepared: Prep
     data = prepared(form.row, form.objective, **form.data)
     whole, learned, tokens = _expected(form.shown)
     row = data.train[0]
+    if form.objective == "reward":
+        assert row["margin"].tolist() == [form.row["margin"], *[0.0] * (row["margin"].numel() - 1)]
+        assert data.tokenizer().decode(row["input_ids"][row["scored"] == 1]) == 2 * "<|eos|>"
     if form.objective == "kto":
         assert set(row["sides"].tolist()) == {-1 if form.shown.endswith(", bad") else 1}
     decode = data.tokenizer().decode
