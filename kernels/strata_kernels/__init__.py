@@ -14,6 +14,7 @@ from .ops.adamw import adamw_step, join_weight, split_weight, weight_step
 from .ops.adamw.shard import Shard
 from .ops.adamw.step_plan import Rounding, StepPlan
 from .ops.cross_entropy import LossAndPredictions, cross_entropy, cross_entropy_with_predictions
+from .ops.cross_entropy.selective_log_softmax import selective_log_softmax
 from .ops.divergence.given_logits import jsd, kl_div, tvd
 from .ops.experts.experts import experts
 from .ops.experts.experts_arguments import LowRank
@@ -31,6 +32,7 @@ from .ops.norm.layer_norm import layer_norm
 from .ops.norm.rms_norm import add_rms_norm, rms_norm
 from .ops.rotary.qk_norm_rope import qk_norm_rope
 from .ops.rotary.rope import rope
+from .ops.sparsemax import sparsemax
 from .patch import PatchReport, patch_model, register_experts, unpatch_model
 
 if TYPE_CHECKING:
@@ -71,6 +73,8 @@ __all__ = [
     "relu_squared",
     "rms_norm",
     "rope",
+    "selective_log_softmax",
+    "sparsemax",
     "split_weight",
     "swiglu",
     "swiglu_packed",

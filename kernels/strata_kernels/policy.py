@@ -91,7 +91,7 @@ def policy_losses(
     advantage = advantages.to(log_probs.dtype)[index]
     terms, clipped = _terms(loss, log_ratio, log_probs, advantage, epsilon_low, epsilon_high, delta, sapo_temperatures)
     if importance_weights is not None:
-        terms = terms * importance_weights
+        terms = terms * importance_weights.where(answered, 1.0)
     kl = torch.zeros_like(terms)
     if reference_log_probs is not None:
         log_q = (reference_log_probs - log_probs).where(answered, 0.0)
@@ -146,7 +146,7 @@ def policy_weights(
     """
     require_known("loss", loss, get_args(PolicyLoss))
     answered = (sequences >= 0).float()
-    answers = torch.as_tensor(n_sequences if total_sequences is None else total_sequences, device=sequences.device)
+    answers = n_sequences if total_sequences is None else total_sequences
     if loss in ("grpo", "gspo", "sapo"):
         own = sequence_sums(answered, sequences, n_sequences)[sequences.clamp(min=0)]
         return answered / (own.clamp(min=1) * answers)
@@ -154,8 +154,8 @@ def policy_weights(
         if max_tokens is None or max_tokens < 1:
             raise ValueError(f"loss 'dr_grpo' divides by max_tokens, which must be positive, not {max_tokens}")
         return answered / (answers * max_tokens)
-    tokens = answered.sum() if total_tokens is None else torch.as_tensor(total_tokens, device=sequences.device)
-    return answered / tokens.clamp(min=1)
+    tokens = answered.sum() if total_tokens is None else total_tokens
+    return answered / (tokens.clamp(min=1) if isinstance(tokens, Tensor) else max(tokens, 1))
 
 
 def truncated_importance_weights(

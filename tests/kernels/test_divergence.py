@@ -86,9 +86,9 @@ def compare_trained(within_bar: Callable[..., None]) -> Callable[..., None]:
 
 
 def hold_loss(ours: Tensor, torchs: Tensor, exact: Tensor) -> None:
-    """At the bar, or as exact as log-probabilities about ten are: PyTorch's rounding of a difference may cancel."""
+    """At the bar, or as exact as a log-probability about ten in fp32, where PyTorch may have luck with a difference."""
     mine, theirs = ((x.double() - exact).abs().max() for x in (ours, torchs))
-    assert ours.dtype == torchs.dtype and mine <= 2 * theirs + 1e-6 * exact.abs().max()
+    assert ours.dtype == torchs.dtype and mine <= 2 * theirs + 5e-7, f"{mine:.2e} from fp64, PyTorch {theirs:.2e}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -111,14 +111,18 @@ def test_matches_fp64(kind, options, shape, dtype, path, device, compare_trained
     compare_trained(lambda x: ours(x, teacher, target, **options), torchs, [logits])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("vocabulary", [300, 9001], ids=["one part", "several parts"])
 @pytest.mark.parametrize("kept", [True, False], ids=["kept in registers", "read again"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_ways_through_a_row(kind, kept, device, path, compare_trained, monkeypatch, poisoned) -> None:
-    """Three parts of a row and more, where the gradient is in place too."""
-    if path != "gpu" and kept:
-        pytest.skip("programs that run one after the other cannot wait for each other")
+def test_both_ways_through_a_row(
+    kind, kept, vocabulary, dtype, device, path, compare_trained, monkeypatch, poisoned
+) -> None:
+    """16 bits take other roundings on their way, in Triton's interpreter too."""
+    if path != "gpu" and kept == (vocabulary > 4096):
+        pytest.skip("programs that run one after the other cannot wait for each other, and keep what is all in one")
     monkeypatch.setattr(divergence_rows, "_MOST_KEPT", 32 if kept else 0)
-    logits, teacher, target = problem(6, 9001, device, torch.float32)
+    logits, teacher, target = problem(6, vocabulary, device, dtype)
     ours, losses = KINDS[kind]
     compare_trained(
         lambda x: ours(x, teacher, target),

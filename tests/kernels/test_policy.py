@@ -114,6 +114,7 @@ def test_what_belongs_to_no_answer_may_be_anything() -> None:
         terms = policy_losses(
             x, torch.randn(len(LENGTHS)), sequences, loss=loss, old_log_probs=old.flatten(),
             reference_log_probs=old.flatten(), beta=0.1,
+            importance_weights=torch.full_like(x, 2.0).where(mask.flatten(), torch.nan),
         )  # fmt: skip
         loss_sum = (terms.loss * policy_weights(sequences, len(LENGTHS), loss=loss, max_tokens=8)).sum()
         (gradient,) = torch.autograd.grad(loss_sum, x)

@@ -27,7 +27,7 @@ DTYPES = "bf16, fp16, fp32, fp64"
 # What a launch asks for that only NVIDIA's compiler can do: an option that Triton knows for it alone, and a constexpr
 # by which a kernel has PTX in it.
 _NVIDIA_OPTIONS = frozenset({"maxnreg"})
-_NVIDIA_CONSTEXPRS = frozenset({"REPACK"})
+_NVIDIA_CONSTEXPRS = frozenset({"REPACK", "FAST"})
 
 _calls: ContextVar[list[Call] | None] = ContextVar("strata_kernels_calls", default=None)
 _captured: ContextVar[list[Launched] | None] = ContextVar("strata_kernels_captured", default=None)

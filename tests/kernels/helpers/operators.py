@@ -108,6 +108,13 @@ def torch_log_probs(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> 
     return own.where(counted, 0.0), -(log_p.exp() * log_p).sum(-1).where(counted, 0.0)
 
 
+def torch_sparsemax(z: Tensor) -> Tensor:
+    ordered = z.sort(-1, descending=True).values
+    inside = 1 + torch.arange(1, z.shape[-1] + 1, device=z.device) * ordered > ordered.cumsum(-1)
+    tau = (ordered.where(inside, 0.0).sum(-1, keepdim=True) - 1) / inside.sum(-1, keepdim=True)
+    return (z - tau).clamp(min=0)
+
+
 def torch_jsd(logits: Tensor, teacher: Tensor) -> Tensor:
     """[...] from logits [..., V], with beta 0.5."""
     log_p, log_q = logits.log_softmax(-1), teacher.log_softmax(-1)
@@ -264,6 +271,11 @@ OPERATORS = {
     "linear_cross_entropy of rows": Operator(
         linear_losses("none"), torch_linear_losses, LINEAR, ((2, 2),), LINEAR_GIVEN
     ),
+    "selective_log_softmax": Operator(
+        strata_kernels.selective_log_softmax, lambda z, index: z.log_softmax(-1).gather(-1, index),
+        {"logits": LOGITS}, ((2, 2, 2),), {"index": torch.tensor([[[3, 1], [6, 6]], [[0, 2], [5, 4]]])},
+    ),
+    "sparsemax": Operator(strata_kernels.sparsemax, torch_sparsemax, {"logits": LOGITS}, (LOGITS,), {}),
     "jsd": Operator(
         strata_kernels.jsd, lambda z, t: torch_jsd(z, t).mean(), {"logits": LOGITS}, ((),), TEACHER
     ),

@@ -30,8 +30,6 @@ from ..cross_entropy.row_kernel import (
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
-_LN2_HIGH: tl.constexpr = tl.constexpr(0.693145751953125)
-_LN2_LOW: tl.constexpr = tl.constexpr(1.4286068203094172e-06)
 _LOWEST: tl.constexpr = tl.constexpr(-1e30)
 
 # What KIND may be.
@@ -48,24 +46,39 @@ def _load(
 ):  # fmt: skip
     """(logits of a part of row i_n; the same with softcap and temperature, far below all others beyond V columns)."""
     m_v = (o_v < V) & _broadcast(counted, BLOCK)
+    if SOFTCAP == 0.0 and TEMPERATURE == 1.0 and p_x.dtype.element_ty != tl.float16:
+        b_x = tl.load(p_x + i_n.to(tl.int64) * stride + o_v, mask=m_v, other=_LOWEST)
+        return b_x, b_x.to(tl.float32)
     b_x = tl.load(p_x + i_n.to(tl.int64) * stride + o_v, mask=m_v, other=0.0)
     return b_x, tl.where(m_v, _shape(b_x, SOFTCAP, TEMPERATURE), _LOWEST)
 
 
 @triton.jit
-def _publish(b_z, p_word):
+def _publish(b_z, p_word, NARROW: tl.constexpr):
     """Store maximum and Σ exp(z - maximum) of a part in its word."""
     z_top = tl.max(b_z, 0)
     z_max = tl.maximum(z_top, _LOWEST)
-    tl.store(p_word, _pack(z_top, _low_bits(tl.sum(tl.exp2((b_z - z_max) * _LOG2E), 0))))
+    # One multiply-add, whose constant is rounded, is exact enough for logits in 16 bits.
+    b_below = b_z * _LOG2E - z_max * _LOG2E if NARROW else (b_z - z_max) * _LOG2E
+    tl.store(p_word, _pack(z_top, _low_bits(tl.sum(tl.exp2(b_below), 0))))
 
 
 @triton.jit
-def _log_softmax(b_z, p_words, i_n, PARTS: tl.constexpr, PADDED: tl.constexpr):
-    """Log-probabilities of a part, from the words of its row.
+def _log2(b_x, FAST: tl.constexpr):
+    """Logarithm to the base 2 of numbers between 0 and 1; FAST in one instruction, 2e-7 off."""
+    if FAST:
+        b_y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [b_x], tl.float32, is_pure=True, pack=1)
+    else:
+        b_y = tl.log2(b_x)
+    return b_y
+
+
+@triton.jit
+def _log_softmax(b_z, p_words, i_n, PARTS: tl.constexpr, PADDED: tl.constexpr, NARROW: tl.constexpr):
+    """Log-probabilities of a part to the base 2, from the words of its row.
 
     Divergences are small differences of these, and would have the rounding of the logarithm of the sum in all terms
-    alike: it is subtracted in two parts, a multiple of 16 bits of log 2 and the rest.
+    alike: unless logits are in 16 bits, its integer part and the rest are subtracted one after the other.
     """
     o_c = tl.arange(0, PADDED)
     b_word = _wait_for_words(p_words + i_n * PARTS, PARTS, PADDED)
@@ -75,40 +88,81 @@ def _log_softmax(b_z, p_words, i_n, PARTS: tl.constexpr, PADDED: tl.constexpr):
     z_max = tl.max(b_max, 0)
     bits = tl.sum(b_exp * tl.exp2((b_max - z_max) * _LOG2E), 0).to(tl.int32, bitcast=True)
     exponent = ((bits >> 23) - 127).to(tl.float32)
-    fraction = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
-    return b_z - z_max - exponent * _LN2_HIGH - (tl.log(fraction) + exponent * _LN2_LOW)
+    fraction = tl.log2(((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True))
+    if NARROW:
+        b_log = b_z * _LOG2E - (z_max * _LOG2E + exponent + fraction)
+    else:
+        b_log = (b_z - z_max) * _LOG2E - exponent
+        b_log -= fraction
+    return b_log
 
 
 @triton.jit
-def _terms(b_lp, b_lq, KIND: tl.constexpr, BETA: tl.constexpr):
-    """(p; p · dloss/dp up to a multiple of p; terms of the loss), for log-probabilities of student and teacher."""
-    # log(q / p); tokens that both rule out are equal.
-    b_d = tl.where(b_lp == b_lq, 0.0, b_lq - b_lp)
+def _terms(b_lp, b_lq, KIND: tl.constexpr, BETA: tl.constexpr, FAST: tl.constexpr):
+    """(p; c p; the loss's terms beside Σ c p) for log-probabilities of student and teacher to the base 2.
+
+    c is dloss/dp up to a constant, which p (c - Σ p c) does not see, and up to the factor of `_factors`.
+    """
     if KIND == _JSD:
-        # With the larger of p and q in front, nothing cancels where they are close, and nothing overflows.
-        b_ratio = tl.exp2(-tl.abs(b_d) * _LOG2E)
-        b_large = tl.exp2(tl.maximum(b_lp, b_lq) * _LOG2E)
-        b_p = b_large * tl.where(b_d > 0.0, b_ratio, 1.0)
-        b_q = b_large * tl.where(b_d > 0.0, 1.0, b_ratio)
-        b_share = tl.where(b_d > 0.0, BETA, 1.0 - BETA)
-        # log(m / larger)
-        b_lm = tl.log2(b_share + (1.0 - b_share) * b_ratio) * _LN2
-        # A product of zero and infinity is meant to be zero, here and below.
-        b_pc = tl.where(b_p > 0.0, (BETA - 1.0) * b_p * (b_lm + tl.maximum(b_d, 0.0)), 0.0)
-        b_loss = b_pc + tl.where(b_q > 0.0, BETA * b_q * (tl.minimum(b_d, 0.0) - b_lm), 0.0)
-    else:
-        b_p = tl.exp2(b_lp * _LOG2E)
-        b_q = tl.exp2(b_lq * _LOG2E)
-        if KIND == _FORWARD_KL:
-            b_pc = -b_q
-            b_loss = tl.where(b_q > 0.0, b_q * b_d, 0.0)
-        elif KIND == _REVERSE_KL:
-            b_pc = tl.where(b_p > 0.0, -b_p * b_d, 0.0)
-            b_loss = b_pc
+        # With the larger of p and q in front, nothing cancels where they are close, and nothing overflows. The bound
+        # keeps 0 times the logarithm of a ratio 0.
+        b_d = b_lq - b_lp
+        b_far = tl.minimum(tl.abs(b_d), 30000.0)
+        b_ratio = tl.exp2(-b_far)
+        b_large = tl.exp2(tl.maximum(b_lp, b_lq))
+        b_small = b_large * b_ratio
+        if BETA == 0.5:
+            b_lm = _log2(0.5 * b_ratio + 0.5, FAST)
         else:
-            b_pc = tl.where(b_p > b_q, 0.5 * b_p, tl.where(b_p < b_q, -0.5 * b_p, 0.0))
-            b_loss = 0.5 * tl.abs(b_p - b_q)
-    return b_p, b_pc, b_loss
+            b_share = tl.where(b_d > 0.0, BETA, 1.0 - BETA)
+            b_lm = _log2(b_share + (1.0 - b_share) * b_ratio, FAST)
+        # larger · log(m / larger) and smaller · log(m / smaller)
+        b_x = b_large * b_lm
+        b_y = b_small * (b_lm + b_far)
+        b_p = tl.where(b_d > 0.0, b_small, b_large)
+        b_cp = tl.where(b_d > 0.0, b_y, b_x)
+        b_rest = b_x + b_y
+    else:
+        b_p = tl.exp2(b_lp)
+        b_q = tl.exp2(b_lq)
+        # log(q / p); tokens that both rule out are equal.
+        b_d = tl.where(b_lp == b_lq, 0.0, b_lq - b_lp)
+        b_rest = tl.zeros_like(b_p)
+        if KIND == _FORWARD_KL:
+            b_cp = -b_q
+            b_rest = tl.where(b_q > 0.0, b_q * b_d, 0.0)
+        elif KIND == _REVERSE_KL:
+            b_cp = tl.where(b_p > 0.0, -b_p * b_d, 0.0)
+        else:
+            b_cp = tl.where(b_p > b_q, 0.5 * b_p, tl.where(b_p < b_q, -0.5 * b_p, 0.0))
+            b_rest = 0.5 * tl.abs(b_p - b_q)
+    return b_p, b_cp, b_rest
+
+
+@triton.jit
+def _loss(b_cp, b_rest, KIND: tl.constexpr, BETA: tl.constexpr):
+    """The loss of a part from its `_terms`."""
+    if KIND == _FORWARD_KL:
+        loss = _LN2 * tl.sum(b_rest, 0)
+    elif KIND == _REVERSE_KL:
+        loss = _LN2 * tl.sum(b_cp, 0)
+    elif KIND == _JSD:
+        loss = (-BETA * _LN2) * tl.sum(b_rest, 0)
+        if BETA != 0.5:
+            loss += ((2.0 * BETA - 1.0) * _LN2) * tl.sum(b_cp, 0)
+    else:
+        loss = tl.sum(b_rest, 0)
+    return loss
+
+
+@triton.jit
+def _scaled(scale, KIND: tl.constexpr, BETA: tl.constexpr):
+    """A row's scale times the factor between c of `_terms` and dloss/dp."""
+    if KIND == _REVERSE_KL:
+        scale = scale * _LN2
+    elif KIND == _JSD:
+        scale = scale * ((BETA - 1.0) * _LN2)
+    return scale
 
 
 @triton.jit
@@ -125,7 +179,8 @@ def divergence_kernel(
     n_parts, distance, stride_z, stride_t, stride_dz, stride_scale, ignore_index,
     V: tl.constexpr, KIND: tl.constexpr, BETA: tl.constexpr,
     SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr, NORMALIZED: tl.constexpr,
-    GRADIENT: tl.constexpr, KEEP: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    GRADIENT: tl.constexpr, KEEP: tl.constexpr, NARROW: tl.constexpr, FAST: tl.constexpr,
+    PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Losses of parts of rows, p_partial [N, PARTS], and p_dz [N, V], which may be p_z.
 
@@ -139,24 +194,26 @@ def divergence_kernel(
         if counted:
             b_x, b_z = _load(p_z, i_n, stride_z, o_a, counted, V, SOFTCAP, TEMPERATURE, BLOCK)
             _, b_t = _load(p_t, i_n, stride_t, o_a, counted, V, TEACHER_SOFTCAP, TEMPERATURE, BLOCK)
-            if not NORMALIZED:
-                _publish(b_z, p_words + i_a)
-                _publish(b_t, p_words + n_parts + i_a)
-                b_z = _log_softmax(b_z, p_words, i_n, PARTS, PADDED)
-                b_t = _log_softmax(b_t, p_words + n_parts, i_n, PARTS, PADDED)
-            b_p, b_pc, b_loss = _terms(b_z, b_t, KIND, BETA)
-            tl.store(p_partial + i_a, tl.sum(b_loss, 0))
+            if NORMALIZED:
+                b_z = b_z * _LOG2E
+                b_t = b_t * _LOG2E
+            else:
+                _publish(b_z, p_words + i_a, NARROW)
+                _publish(b_t, p_words + n_parts + i_a, NARROW)
+                b_z = _log_softmax(b_z, p_words, i_n, PARTS, PADDED, NARROW)
+                b_t = _log_softmax(b_t, p_words + n_parts, i_n, PARTS, PADDED, NARROW)
+            b_p, b_cp, b_rest = _terms(b_z, b_t, KIND, BETA, FAST)
+            tl.store(p_partial + i_a, _loss(b_cp, b_rest, KIND, BETA))
             if GRADIENT:
-                row_sum = -1.0
-                if NORMALIZED:
-                    row_sum = 0.0
-                    if KIND == _REVERSE_KL:
-                        row_sum = -1.0
-                elif KIND != _FORWARD_KL:
-                    tl.store(p_words + 2 * n_parts + i_a, _pack(tl.sum(b_pc, 0), 1))
-                    row_sum = _row_sum(p_words + 2 * n_parts + i_n * PARTS, PARTS, PADDED)
-                scale = tl.load(p_scale + i_n.to(tl.int64) * stride_scale)
-                b_dz = (b_pc - b_p * row_sum) * scale * _slope(b_x, SOFTCAP, TEMPERATURE)
+                scale = _scaled(tl.load(p_scale + i_n.to(tl.int64) * stride_scale), KIND, BETA)
+                # The gradient with respect to log-probabilities is p dloss/dp, with the constant that c lacks.
+                row_sum = -1.4426950408889634 if KIND == _REVERSE_KL else 0.0
+                if not NORMALIZED:
+                    row_sum = -1.0
+                    if KIND != _FORWARD_KL:
+                        tl.store(p_words + 2 * n_parts + i_a, _pack(tl.sum(b_cp, 0), 1))
+                        row_sum = _row_sum(p_words + 2 * n_parts + i_n * PARTS, PARTS, PADDED)
+                b_dz = (b_cp - b_p * row_sum) * scale * _slope(b_x, SOFTCAP, TEMPERATURE)
                 p_to = p_dz + i_n.to(tl.int64) * stride_dz + o_a
                 tl.store(p_to, b_dz.to(p_dz.dtype.element_ty), mask=o_a < V)
         else:
@@ -171,37 +228,38 @@ def divergence_kernel(
         if (i_b >= 0) & (i_b < n_parts):
             _sum_part(
                 p_z, p_t, p_target, p_partial, p_words, i_b // PARTS, i_b % PARTS, n_parts, stride_z, stride_t,
-                ignore_index, V, KIND, BETA, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, PARTS, PADDED, BLOCK,
+                ignore_index, V, KIND, BETA, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, NARROW, FAST, PARTS, PADDED, BLOCK,
             )  # fmt: skip
         if GRADIENT and i_b - distance >= 0:
             _finish_part(
                 p_z, p_t, p_dz, p_target, p_scale, p_words, (i_b - distance) // PARTS, (i_b - distance) % PARTS,
                 n_parts, stride_z, stride_t, stride_dz, stride_scale,
-                ignore_index, V, KIND, BETA, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, PARTS, PADDED, BLOCK,
+                ignore_index, V, KIND, BETA, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, NARROW, FAST, PARTS, PADDED, BLOCK,
             )  # fmt: skip
         if counted:
-            _publish(b_z, p_words + i_a)
-            _publish(b_t, p_words + n_parts + i_a)
+            _publish(b_z, p_words + i_a, NARROW)
+            _publish(b_t, p_words + n_parts + i_a, NARROW)
 
 
 @triton.jit
 def _log_probs(
     p_z, p_t, p_words, i_n, n_parts, stride_z, stride_t, o_v,
     V: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr,
-    PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    NARROW: tl.constexpr, FAST: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """(logits of the student; log-probabilities of student and teacher) of a part whose row is through phase one."""
     b_x, b_z = _load(p_z, i_n, stride_z, o_v, i_n >= 0, V, SOFTCAP, TEMPERATURE, BLOCK)
     _, b_t = _load(p_t, i_n, stride_t, o_v, i_n >= 0, V, TEACHER_SOFTCAP, TEMPERATURE, BLOCK)
-    b_lp = _log_softmax(b_z, p_words, i_n, PARTS, PADDED)
-    return b_x, b_lp, _log_softmax(b_t, p_words + n_parts, i_n, PARTS, PADDED)
+    b_lp = _log_softmax(b_z, p_words, i_n, PARTS, PADDED, NARROW)
+    return b_x, b_lp, _log_softmax(b_t, p_words + n_parts, i_n, PARTS, PADDED, NARROW)
 
 
 @triton.jit
 def _sum_part(
     p_z, p_t, p_target, p_partial, p_words, i_n, i_c, n_parts, stride_z, stride_t, ignore_index,
     V: tl.constexpr, KIND: tl.constexpr, BETA: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
-    TEMPERATURE: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    TEMPERATURE: tl.constexpr, NARROW: tl.constexpr, FAST: tl.constexpr,
+    PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Phase two of part i_c of row i_n."""
     i_a = i_n * PARTS + i_c
@@ -209,11 +267,11 @@ def _sum_part(
         o_v = i_c * BLOCK + tl.arange(0, BLOCK)
         _, b_lp, b_lq = _log_probs(
             p_z, p_t, p_words, i_n, n_parts, stride_z, stride_t, o_v,
-            V, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, PARTS, PADDED, BLOCK,
+            V, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, NARROW, FAST, PARTS, PADDED, BLOCK,
         )  # fmt: skip
-        _, b_pc, b_loss = _terms(b_lp, b_lq, KIND, BETA)
-        tl.store(p_partial + i_a, tl.sum(b_loss, 0))
-        tl.store(p_words + 2 * n_parts + i_a, _pack(tl.sum(b_pc, 0), 1))
+        _, b_cp, b_rest = _terms(b_lp, b_lq, KIND, BETA, FAST)
+        tl.store(p_partial + i_a, _loss(b_cp, b_rest, KIND, BETA))
+        tl.store(p_words + 2 * n_parts + i_a, _pack(tl.sum(b_cp, 0), 1))
     else:
         tl.store(p_partial + i_a, 0.0)
 
@@ -223,7 +281,8 @@ def _finish_part(
     p_z, p_t, p_dz, p_target, p_scale, p_words, i_n, i_c, n_parts, stride_z, stride_t, stride_dz, stride_scale,
     ignore_index,
     V: tl.constexpr, KIND: tl.constexpr, BETA: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
-    TEMPERATURE: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    TEMPERATURE: tl.constexpr, NARROW: tl.constexpr, FAST: tl.constexpr,
+    PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Phase three of part i_c of row i_n."""
     o_v = i_c * BLOCK + tl.arange(0, BLOCK)
@@ -231,13 +290,13 @@ def _finish_part(
     if tl.load(p_target + i_n) != ignore_index:
         b_x, b_lp, b_lq = _log_probs(
             p_z, p_t, p_words, i_n, n_parts, stride_z, stride_t, o_v,
-            V, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, PARTS, PADDED, BLOCK,
+            V, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, NARROW, FAST, PARTS, PADDED, BLOCK,
         )  # fmt: skip
-        b_p, b_pc, _ = _terms(b_lp, b_lq, KIND, BETA)
+        b_p, b_cp, _ = _terms(b_lp, b_lq, KIND, BETA, FAST)
         # In place, phase two has read the logits before its words are there.
         row_sum = _row_sum(p_words + 2 * n_parts + i_n * PARTS, PARTS, PADDED)
-        scale = tl.load(p_scale + i_n.to(tl.int64) * stride_scale)
-        b_dz = (b_pc - b_p * row_sum) * scale * _slope(b_x, SOFTCAP, TEMPERATURE)
+        scale = _scaled(tl.load(p_scale + i_n.to(tl.int64) * stride_scale), KIND, BETA)
+        b_dz = (b_cp - b_p * row_sum) * scale * _slope(b_x, SOFTCAP, TEMPERATURE)
         tl.store(p_to, b_dz.to(p_dz.dtype.element_ty), mask=o_v < V)
     else:
         tl.store(p_to, tl.zeros([BLOCK], p_dz.dtype.element_ty), mask=o_v < V)
