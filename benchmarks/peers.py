@@ -124,7 +124,7 @@ PEERS: Mapping[str, Mapping[str, Peer]] = {
             "liger_kernel.ops.fused_moe", lambda moe, *inputs: moe.LigerFusedMoEFunction.apply(*inputs), waits=True
         ),
     },
-    "experts_lora": {"grouped_mm": Peer("transformers.integrations.moe", _summed_experts)},
+    "experts_lora": {"grouped_mm": Peer("transformers.integrations.moe", _summed_experts, waits=True)},
     "cross_entropy": {
         "liger": Peer(_LIGER, lambda liger, logits, target: liger.liger_cross_entropy(logits, target), waits=True),
         "quack": Peer("quack", lambda quack, logits, target: quack.cross_entropy(logits, target)),
