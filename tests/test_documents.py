@@ -135,6 +135,12 @@ def test_commands_and_their_options_exist():
     assert seen > 20
 
 
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_named_in_a_sentence_exist(document):
+    named = set(re.findall(r"`strata ([a-z]+)\b", (ROOT / document).read_text()))
+    assert named <= get_command(app).commands.keys()
+
+
 def test_modules_and_targets_that_are_run_exist():
     makefile = (ROOT / "Makefile").read_text()
     for document, words in commands():
