@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .divergences import LigerFusedLinearJSDFunction, LigerJSDFunction, LigerKLDivLossFunction
 from .functions import (
     LigerCrossEntropyFunction,
     LigerFusedAddRMSNormFunction,
@@ -56,3 +57,6 @@ fused_linear_cross_entropy = _with_choice(LigerFusedLinearCrossEntropyFunction.a
 geglu = _with_choice(LigerGELUMulFunction.apply)
 rope = _with_choice(LigerRopeFunction.apply)
 swiglu = _with_choice(LigerSiLUMulFunction.apply)
+jsd = _with_choice(LigerJSDFunction.apply)
+kl_div = _with_choice(LigerKLDivLossFunction.apply)
+fused_linear_jsd = _with_choice(LigerFusedLinearJSDFunction.apply)

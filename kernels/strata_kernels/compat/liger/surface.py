@@ -42,6 +42,12 @@ _LOSSES = {
     "cross_entropy": "LigerCrossEntropyLoss",
     "fused_linear_cross_entropy": "LigerFusedLinearCrossEntropyLoss",
 }
+_DIVERGENCES = {
+    "jsd": ("LigerJSDFunction", "LigerJSD"),
+    "kl_div": ("LigerKLDivLossFunction", "LigerKLDIVLoss"),
+    "fused_linear_jsd": ("LigerFusedLinearJSDFunction", "LigerFusedLinearJSD"),
+}
+_PAIRS = ("DPO", "CPO", "SimPO", "ORPO", "KTO")
 _ROTATIONS = {
     "rope": "liger_rotary_pos_emb liger_rotary_pos_emb_gpt_oss liger_rotary_pos_emb_vision",
     "llama4_rope": "liger_llama4_text_rotary_pos_emb liger_llama4_vision_rotary_pos_emb",
@@ -51,7 +57,10 @@ _FUNCTIONAL = (
     "CrossEntropyOutput liger_cross_entropy liger_fused_linear_cross_entropy liger_geglu liger_layer_norm "
     "liger_qwen2vl_mrope liger_relu_squared liger_rms_norm liger_fused_add_rms_norm liger_rope liger_swiglu"
 )
-_DISPATCHED = "cross_entropy fused_add_rms_norm fused_linear_cross_entropy geglu layer_norm rms_norm rope swiglu"
+_DISPATCHED = (
+    "cross_entropy fused_add_rms_norm fused_linear_cross_entropy fused_linear_jsd geglu jsd kl_div layer_norm rms_norm "
+    "rope swiglu"
+)
 _APPLY = "_apply_liger_kernel _apply_liger_kernel_to_instance " + " ".join(
     f"apply_liger_kernel_to_{name}" for name in FAMILIES
 )
@@ -73,13 +82,29 @@ PROVIDED: dict[str, dict[str, str]] = {
             "transformers_version_dispatch",
         ),
     ),
-    "ops": _names(("functions", " ".join(_OPS.values()))),
+    "ops": _names(
+        ("functions", " ".join(_OPS.values())),
+        ("divergences", " ".join(function for function, _ in _DIVERGENCES.values())),
+    ),
     **{f"ops.{module}": _names(("functions", names)) for module, names in _OPS.items()},
+    **{f"ops.{module}": _names(("divergences", function)) for module, (function, _) in _DIVERGENCES.items()},
+    **{f"transformers.{module}": _names(("divergences", " ".join(names))) for module, names in _DIVERGENCES.items()},
+    "chunked_loss": _names(("chunked_pairs", " ".join(f"LigerFusedLinear{name}Loss" for name in _PAIRS))),
+    "chunked_loss.functional": _names(
+        ("chunked_pairs", " ".join(f"liger_fused_linear_{name.lower()}" for name in _PAIRS)),
+    ),
+    **{
+        f"chunked_loss.{name.lower()}_loss": _names(
+            ("chunked_pairs", f"LigerFusedLinear{name}Loss LigerFusedLinear{name}Function"),
+        )
+        for name in _PAIRS
+    },
     "transformers": _names(
         ("auto_model", "AutoLigerKernelForCausalLM"),
         ("apply", _APPLY),
         ("modules", " ".join(_MODULES.values())),
         ("loss_modules", " ".join(_LOSSES.values())),
+        ("divergences", " ".join(module for _, module in _DIVERGENCES.values())),
         ("functional", " ".join(_ROTATIONS.values())),
         ("device", "is_transformers_available"),
     ),
@@ -91,7 +116,10 @@ PROVIDED: dict[str, dict[str, str]] = {
         ("functional", f"liger_cross_entropy {' '.join(_ROTATIONS.values())}"),
     ),
     "transformers.trainer_integration": _names(("apply", "_apply_liger_kernel")),
-    "transformers.functional": _names(("functional", _FUNCTIONAL)),
+    "transformers.functional": _names(
+        ("functional", _FUNCTIONAL),
+        ("divergences", "liger_jsd liger_kl_div liger_fused_linear_jsd"),
+    ),
     **{f"transformers.{module}": _names(("functional", names)) for module, names in _ROTATIONS.items()},
     **{f"transformers.{module}": _names(("modules", names)) for module, names in _MODULES.items()},
     **{f"transformers.{module}": _names(("loss_modules", names)) for module, names in _LOSSES.items()},
@@ -99,13 +127,20 @@ PROVIDED: dict[str, dict[str, str]] = {
 
 # What to use → names and modules of Liger that Strata has not, with their package where the name says too little.
 _INSTEAD = {
-    "compute it from logits in PyTorch": (
-        "GrpoLossFunction LigerFusedCETVDFunction LigerFusedCETVDLoss LigerFusedLinearJSD LigerFusedLinearJSDFunction "
-        "LigerFusedLinearKLDivFunction LigerFusedLinearKLDivLoss LigerJSD LigerJSDFunction LigerTVDLoss "
-        "LigerTVDLossFunction chunked_loss fused_ce_tvd fused_linear_jsd fused_linear_kl_div grpo_loss jsd "
-        "liger_fused_linear_jsd liger_fused_linear_kl_div liger_jsd liger_tvd triton_grpo_loss tvd"
+    "the logits and PyTorch's losses": (
+        "LigerFusedCETVDFunction LigerFusedCETVDLoss LigerFusedLinearCosineSimilarityFunction "
+        "LigerFusedLinearCosineSimilarityLoss LigerFusedLinearKLDivFunction LigerFusedLinearKLDivLoss "
+        "cosine_similarity_loss fused_ce_tvd fused_linear_kl_div liger_fused_linear_cosine liger_fused_linear_kl_div"
     ),
-    "torch.nn.functional.kl_div": "LigerKLDIVLoss LigerKLDivLossFunction kl_div liger_kl_div",
+    "strata_kernels.tvd, of logits": "LigerTVDLoss LigerTVDLossFunction liger_tvd tvd",
+    "strata_kernels.linear_jsd": "LigerFusedLinearJSDLoss jsd_loss",
+    "strata_kernels.linear_grpo": (
+        "GrpoLossFunction LigerFusedLinearGRPOFunction LigerFusedLinearGRPOLoss grpo_loss liger_fused_linear_grpo "
+        "triton_grpo_loss"
+    ),
+    "the loss's module of chunked_loss": (
+        "fused_linear_distillation fused_linear_ppo fused_linear_preference fused_linear_unpaired_preference"
+    ),
     "torch.softmax": "LigerSoftmax LigerSoftmaxFunction liger_softmax softmax",
     "torch.nn.functional.group_norm": "LigerGroupNorm LigerGroupNormFunction group_norm liger_group_norm",
     "torch.tanh(alpha * x) * weight + bias": "LigerDyT LigerDyTFunction dyt liger_dyt",
