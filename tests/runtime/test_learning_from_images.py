@@ -14,6 +14,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import fingerprint, prepare
 from tasks.runtime.evaluation.evaluate_model import evaluate
+from tasks.runtime.export.check_folder import difference, image_results
 from tasks.runtime.export.export_model import export
 from tasks.runtime.models.trained_weights import collect_weights
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
@@ -93,6 +94,19 @@ def test_it_learns_what_only_the_image_holds(learned):
     (sample,) = record["samples"]
     assert sample["after"] == sample["reference"]
     assert sample["prompt"].count("<|image_pad|>") == 1
+
+
+def test_a_published_folder_is_read_on_a_picture(learned):
+    """What the export compares differs as soon as the tower or the processor is another."""
+    model = AutoModelForImageTextToText.from_pretrained(learned.model)
+    expected = image_results(model, learned.model)
+    assert torch.equal(image_results(model, learned.model)["image_logits"], expected["image_logits"])
+    with torch.no_grad():
+        model.model.visual.patch_embed.proj.weight.mul_(1.1)
+    assert "logits of a picture differ" in difference(
+        {"input_ids": torch.ones(1), "logits": torch.ones(1)} | expected,
+        {"input_ids": torch.ones(1), "logits": torch.ones(1)} | image_results(model, learned.model),
+    )
 
 
 def test_an_adapter_learns_other_answers_in_packed_rows_also_interrupted(learned, tmp_path):

@@ -235,6 +235,21 @@ def _filler(name: str, size: int, like: Tensor, pad_token_id: int) -> Tensor:
     return torch.full((size,), value, dtype=like.dtype)
 
 
+def document_of(row: Row, number: int) -> Row:
+    """The document of that number in a row, with its images."""
+    starts = [*(row["position_ids"] == 0).nonzero().flatten().tolist(), row["position_ids"].numel()]
+    own = slice(starts[number], starts[number + 1])
+    alone = {name: tensor[own] for name, tensor in row.items() if name not in IMAGE_COLUMNS}
+    counts = row["document_images"] if "images" in row else torch.zeros(0, dtype=torch.int64)
+    if number >= counts.numel() or not counts[number]:
+        return alone
+    ends = torch.cat([row["image_sizes"].new_zeros(1), row["image_sizes"].cumsum(0)])
+    first = int(counts[:number].sum())
+    last = first + int(counts[number])
+    columns = row["images"][int(ends[first]) : int(ends[last])], row["image_sizes"][first:last], counts[number][None]
+    return alone | dict(zip(IMAGE_COLUMNS, columns, strict=True))
+
+
 def collate(batch: list[Row]) -> Batch:
     """Stack rows to a batch, each tensor [B, T]. Rows that are not packed are padded to the longest of the batch.
 

@@ -29,6 +29,8 @@ from tasks.runtime.models.score_head import head_of
 if TYPE_CHECKING:
     from torch import Tensor
 
+IMAGE_LOGITS = "image_logits"
+"""The result for a picture, if the model was trained on images."""
 # Tokens of the compared text.
 TOKENS = 64
 # Largest difference of logits relative to the largest logit, by dtype. Equal arithmetic in equal order differs by 0.
@@ -87,6 +89,23 @@ def tolerance_of(expected: dict[str, Tensor]) -> float:
     return _TOLERANCE[expected["logits"].dtype]
 
 
+def image_results(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
+    """The model's result for a picture, by the processor in `folder`: `image_logits` [1, T, V], on the CPU."""
+    from PIL import Image
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+    picture = Image.linear_gradient("L").resize((64, 48)).convert("RGB")
+    inputs = processor(images=[[picture]], text=[f"{processor.image_token}{_TEXT[:40]}"], return_tensors="pt")
+    given = {
+        name: (tensor.to(model.dtype) if tensor.is_floating_point() else tensor).to(model.device)
+        for name, tensor in inputs.items()
+    }
+    with torch.inference_mode():
+        logits = model.eval()(**given).logits
+    return {IMAGE_LOGITS: logits.cpu().contiguous()}
+
+
 def difference(expected: dict[str, Tensor], found: dict[str, Tensor], tolerance: float | None = None) -> str | None:
     """A description of the difference; None if there is none beyond `tolerance`, by default that of rounding."""
     for name in expected:
@@ -94,11 +113,15 @@ def difference(expected: dict[str, Tensor], found: dict[str, Tensor], tolerance:
             return f"{name} are {_form(found[name])}, not {_form(expected[name])}"
     if not torch.equal(expected["input_ids"], found["input_ids"]):
         return "the tokenizer makes other tokens of a text"
-    wanted, got = expected["logits"].float(), found["logits"].float()
     tolerance = tolerance_of(expected) if tolerance is None else tolerance
-    most, allowed = float((wanted - got).abs().max()), tolerance * float(wanted.abs().max())
-    # Written so that NaN counts as a difference.
-    return None if most <= allowed else f"logits differ by {most:.3g}, and by rounding at most by {allowed:.2g}"
+    for name, what in (("logits", "logits"), (IMAGE_LOGITS, "logits of a picture")):
+        if name in expected:
+            wanted, got = expected[name].float(), found[name].float()
+            most, allowed = float((wanted - got).abs().max()), tolerance * float(wanted.abs().max())
+            # Written so that NaN counts as a difference.
+            if not most <= allowed:
+                return f"{what} differ by {most:.3g}, and by rounding at most by {allowed:.2g}"
+    return None
 
 
 def verify(
@@ -271,6 +294,7 @@ def main() -> None:
         attention = choose_attention(attention, config)
         model = load_pretrained(name, head=head_of(config), dtype="auto", attn_implementation=attention)
         found = expected_of(model.to(device), tokenizer)
+        found |= image_results(model, folder) if IMAGE_LOGITS in expected else {}
         wrong = difference(expected, found)
         close = "" if wrong else closeness(expected, found)
     print(json.dumps((wrong, close)))

@@ -47,6 +47,12 @@ IMAGE_PACKING = frozenset((
 """Families that are known to keep the sequences of a packed row apart, with their images."""
 
 
+_UNSUPPORTED = {
+    "mllama": "attends to images by masks that are not made here",
+    "paligemma": "attends to prompts in both directions, which is not done here",
+}
+
+
 def is_multimodal(config: PretrainedConfig) -> bool:
     """Whether a model takes other input than text: its text part has a configuration of its own."""
     return config.get_text_config() is not config
@@ -77,6 +83,11 @@ def require_image_support(spec: RunSpec, data: PreparedData) -> None:
             "the column of images in data.ignore_columns"
         )
     config = AutoConfig.from_pretrained(spec.model.name, revision=spec.model.revision, trust_remote_code=False)
+    if reason := _UNSUPPORTED.get(config.model_type):
+        raise ValueError(
+            f"model.name {spec.model.name!r} is of type {config.model_type}, which {reason}; choose another model, or "
+            "name the column of images in data.ignore_columns"
+        )
     packing = data.manifest.packing
     if (packing or data.manifest.format in PREFERENCES) and config.model_type not in IMAGE_PACKING:
         field = "data.packing is true" if packing else f"objective.type {spec.objective.type!r} shares rows"

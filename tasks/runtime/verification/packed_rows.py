@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from strata_platform.spec.objectives import PAIRED
-from tasks.runtime.data.dataset import IGNORE_INDEX, Batch, Row
+from tasks.runtime.data.dataset import IGNORE_INDEX, Batch, Row, document_of
 from tasks.runtime.objectives.objective import next_labels
 from tasks.runtime.objectives.token_losses import token_losses
 from tasks.runtime.training.job import Job
@@ -77,8 +77,7 @@ def _look(job: Job, row: Row) -> tuple[float, float, str]:
         found = float(others.abs().max()) if others.numel() else 0.0
         if not found <= leak:
             leak, where = found, f" (that of document {number + 1} of {len(documents)})"
-        alone = {name: tensor[mine] for name, tensor in row.items()}
-        single, _ = _loss_and_gradient(job, _on_device(job, alone))
+        single, _ = _loss_and_gradient(job, _on_device(job, document_of(row, number)))
         apart = max(apart, abs(single - loss) / abs(loss))
     return leak, apart, where
 

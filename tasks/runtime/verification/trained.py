@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from strata_kernels import join_weight
 from strata_platform.spec import RunSpec
 from tasks.runtime.checkpoint.flat_shard import local_values
-from tasks.runtime.data.dataset import Batch
+from tasks.runtime.data.dataset import Batch, document_of
 from tasks.runtime.models.build import build_model
 from tasks.runtime.models.lora import add_adapter
 from tasks.runtime.models.trained_weights import collect_weights
-from tasks.runtime.objectives.objective import model_inputs
+from tasks.runtime.objectives.objective import model_inputs, without_varlen_inputs
 from tasks.runtime.optim.library_optimizers import averaged_weights
 from tasks.runtime.optim.lr_schedule import set_learning_rate
 from tasks.runtime.optim.optimizer import build_optimizer
@@ -59,7 +59,8 @@ class Trained:
     record: CompletionRecord
     weights: Path
     """The folder that `collect_weights` wrote."""
-    input_ids: Tensor
+    inputs: Batch
+    """A short text, or a chat with images."""
     logits: Tensor
     """Logits of the job's model after the last step: [1, T, V], fp32, on the CPU."""
     updates: Updates
@@ -86,14 +87,14 @@ def _train(subject: Subject) -> Trained:
     with session(spec) as run:
         record = train(run, subject.data, watch)
     return Trained(
-        spec, record, collect_weights(run.folder, spec.adapter, record), watch.input_ids, watch.logits, watch.updates
+        spec, record, collect_weights(run.folder, spec.adapter, record), watch.inputs, watch.logits, watch.updates
     )
 
 
 class _Watch:
     """Trains with the spec's framework, and repeats every step in fp32 with the same gradients."""
 
-    input_ids: Tensor
+    inputs: Batch
     logits: Tensor
 
     def __init__(self, spec: RunSpec) -> None:
@@ -112,7 +113,7 @@ class _Watch:
         load_framework(self._spec.runtime.framework)(job)
         self._compare(job)
         with averaged_weights(job.optimizer):
-            self.input_ids, self.logits = _logits(job)
+            self.inputs, self.logits = _logits(job)
 
     def _step(self, job: Job, clip: Any) -> Tensor | None:
         norm: Tensor | None = clip()
@@ -173,12 +174,14 @@ def _exact_copy(model: PreTrainedModel, spec: RunSpec) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def _logits(job: Job) -> tuple[Tensor, Tensor]:
-    row = job.data.train[0]
-    ends = (row["position_ids"] == 0).nonzero().flatten().tolist()[1:]
-    length = min(TOKENS, *ends, row["input_ids"].numel())
-    batch: Batch = job.collate([{name: tensor[:length] for name, tensor in row.items()}])
+def _logits(job: Job) -> tuple[Batch, Tensor]:
+    row = document_of(job.data.train[0], 0)
+    if "images" not in row:
+        # The tokens of an image are not cut.
+        row = {name: tensor[:TOKENS] for name, tensor in row.items()}
+    batch: Batch = job.collate([row])
     inputs = {name: tensor.to(job.processes.device) for name, tensor in model_inputs(batch).items()}
     job.model.eval()
     logits: Tensor = job.model(**inputs).logits
-    return batch["input_ids"], logits.float().cpu()
+    kept = model_inputs(batch) if "images" in row else {"input_ids": batch["input_ids"]}
+    return without_varlen_inputs(kept), logits.float().cpu()

@@ -8,7 +8,7 @@ import torch
 from accelerate import init_empty_weights
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from strata_platform.spec.model import Model
 from tasks.runtime.checkpoint.state import read_model_tensors
@@ -25,6 +25,7 @@ from tasks.runtime.models.build import (
 from tasks.runtime.models.lora import add_adapter, base_fingerprint, without_adapter
 from tasks.runtime.models.pretrained import load_pretrained
 from tasks.runtime.models.trained_weights import ADAPTER, build_trained_model
+from tasks.runtime.models.vision import auto_class
 from tasks.runtime.verification.exact import error, scale
 from tasks.runtime.verification.finding import Measured
 from tasks.runtime.verification.observe import plain_buffers, with_job
@@ -86,7 +87,8 @@ def buffers(subject: Subject) -> Measured:
 def _expected_buffers(settings: Model) -> dict[str, Tensor]:
     """The buffers that transformers computes from the configuration alone, in fp32."""
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(load_config(settings), dtype=torch.float32)
+        config = load_config(settings)
+        model = auto_class(config).from_config(config, dtype=torch.float32)
     return plain_buffers(model)
 
 
@@ -138,7 +140,7 @@ def adapter(subject: Subject) -> Measured:
     folder.mkdir()
     tensors = {name: parameter.detach().contiguous() for name, parameter in learned.items()}
     save_file(tensors, folder / ADAPTER, metadata={"base": base_fingerprint(model)})
-    tokens = subject.data.train[0]["input_ids"][None, :_TOKENS]
+    tokens = {"input_ids": subject.data.train[0]["input_ids"][None, :_TOKENS]}
     model.to(subject.device)
     beside = _logits(model, tokens)
     with without_adapter(model):
@@ -164,7 +166,7 @@ def export(subject: Subject) -> Measured:
     limit = _LOGITS[dtype] if run.spec.adapter.type == "none" else _MERGED[dtype]
     if run.spec.is_quantized:
         limit = _FOUR_BITS
-    logits = _logits(model.to(subject.device), run.input_ids)
+    logits = _logits(model.to(subject.device), run.inputs)
     figure = error(logits, run.logits) / scale([run.logits])
     problem = f"{different[0]} differs from the checkpoint ({len(different)} in all)" if different else None
     detail = f"relative error of logits read back by transformers, in {_name(dtype)}, from those of the last step"
@@ -182,8 +184,8 @@ def _checkpoint(run: Trained) -> Path:
 
 
 @torch.no_grad()
-def _logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    found: Tensor = model.eval()(input_ids=tokens.to(model.device)).logits
+def _logits(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
+    found: Tensor = model.eval()(**{name: tensor.to(model.device) for name, tensor in inputs.items()}).logits
     return found.float().cpu()
 
 

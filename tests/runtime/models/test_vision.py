@@ -1,6 +1,7 @@
 """What a vision-language model gets of a batch of rows, against transformers on the output of its own processor."""
 
 import json
+import random
 
 import pytest
 import torch
@@ -29,8 +30,6 @@ FAMILIES = vision_models.FAMILIES
 
 def rows_of(folder, family):
     """Chats with one image, with none, and with two of other sizes in two turns."""
-    import random
-
     draw = random.Random(4)
     for number, size in enumerate((32, 16, 48)):
         picture(SHAPES[number], draw, size).save(folder / f"{number}.png")
@@ -193,3 +192,40 @@ def test_other_processes_make_the_same_batches(tmp_path):
     for one, other in zip(batches(0), batches(2), strict=True):
         assert one.keys() == other.keys() >= {"model.pixel_values", "rope_time"}
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3"])
+def test_answers_of_a_pair_have_the_likelihoods_of_plain_transformers(family, tmp_path):
+    """Under dpo both answers share a row, each with its own copy of the image."""
+    folder = FAMILIES[family](tmp_path / "model")
+    picture("circle", random.Random(4), 32).save(tmp_path / "a.png")
+    said = {"chosen": "circle", "rejected": "cross"}
+    answers = {side: [{"role": "assistant", "content": text}] for side, text in said.items()}
+    pair = {"prompt": [{"role": "user", "content": "<image>Which?"}], "images": ["a.png"], **answers}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(pair))
+    spec = RunSpec.model_validate({
+        "model": {"name": str(folder)}, "objective": {"type": "dpo"},
+        "data": {"source": str(tmp_path / "rows.jsonl"), "validation_fraction": 0},
+    })  # fmt: skip
+    recipe = DataRecipe.from_spec(spec, fingerprint(spec))
+    data = prepare(recipe, tmp_path / "data", report=print)
+    model = build_model(spec.model, spec.seed)
+    step = build_training_step(model, spec, torch.device("cpu"), data)
+    scores = step.objective.scores(model, step.collate([data.train[0]]))[:2].tolist()
+    processor = AutoProcessor.from_pretrained(folder)
+    plain = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    image = open_picture((tmp_path / "a.png").read_bytes())
+    question = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which?"}]}
+    for score, text in zip(scores, said.values(), strict=True):
+        answer = {"role": "assistant", "content": [{"type": "text", "text": text}]}
+        prompt = processor.apply_chat_template([question], add_generation_prompt=True)
+        whole = processor.apply_chat_template([question, answer]).removesuffix("\n")
+        before, inputs = (
+            processor(text=[text], images=[[image]], return_tensors="pt", add_special_tokens=False)
+            for text in (prompt, whole)
+        )
+        ids, begin = inputs["input_ids"][0], before["input_ids"].shape[1]
+        with torch.no_grad():
+            likelihoods = plain(**inputs).logits[0].log_softmax(-1)
+        expected = likelihoods[torch.arange(begin - 1, ids.numel() - 1), ids[begin:]].sum().item()
+        assert score == pytest.approx(expected, rel=1e-5)
