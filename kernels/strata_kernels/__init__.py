@@ -16,6 +16,7 @@ from .ops.adamw.step_plan import Rounding, StepPlan
 from .ops.cross_entropy import LossAndPredictions, cross_entropy, cross_entropy_with_predictions
 from .ops.cross_entropy.selective_log_softmax import selective_log_softmax
 from .ops.divergence.given_logits import jsd, kl_div, tvd
+from .ops.dyt import dyt
 from .ops.experts.experts import experts
 from .ops.experts.experts_arguments import LowRank
 from .ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_with_predictions
@@ -50,6 +51,7 @@ __all__ = [
     "add_rms_norm",
     "cross_entropy",
     "cross_entropy_with_predictions",
+    "dyt",
     "experts",
     "geglu",
     "geglu_packed",

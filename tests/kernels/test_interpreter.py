@@ -23,7 +23,12 @@ FILES = {
     "experts": ["test_experts.py", "test_experts_adapters.py"],
     "optimizer": ["test_adamw.py"],
     "loss": ["test_cross_entropy.py", "test_linear_cross_entropy.py"],
-    "log-probabilities": ["test_linear_logprobs.py", "test_selective_log_softmax.py", "test_sparsemax.py"],
+    "log-probabilities": [
+        "test_linear_logprobs.py",
+        "test_selective_log_softmax.py",
+        "test_sparsemax.py",
+        "test_dyt.py",
+    ],
     "divergences": ["test_divergence.py", "test_linear_divergence.py"],
     "layouts": ["test_layouts.py"],
     "models": ["test_patched_models.py", "test_double_backward.py"],

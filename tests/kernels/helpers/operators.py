@@ -275,6 +275,10 @@ OPERATORS = {
         strata_kernels.selective_log_softmax, lambda z, index: z.log_softmax(-1).gather(-1, index),
         {"logits": LOGITS}, ((2, 2, 2),), {"index": torch.tensor([[[3, 1], [6, 6]], [[0, 2], [5, 4]]])},
     ),
+    "dyt": Operator(
+        strata_kernels.dyt, lambda x, alpha, w, b: w * torch.tanh(alpha * x) + b,
+        {"x": X, "alpha": (1,), "weight": D, "bias": D}, (X,), {},
+    ),
     "sparsemax": Operator(strata_kernels.sparsemax, torch_sparsemax, {"logits": LOGITS}, (LOGITS,), {}),
     "jsd": Operator(
         strata_kernels.jsd, lambda z, t: torch_jsd(z, t).mean(), {"logits": LOGITS}, ((),), TEACHER
