@@ -94,7 +94,13 @@ class TrainingTask(PytorchElasticFunctionTask):
                     cause = kills.sentence(spec.resources.memory) if failure.exitcode == -signal.SIGKILL else None
                     _recoverable(f"rank {rank}: {cause or outcome.sentence}", error)
             raise
-        return trained._replace(weights=directory(trained.weights.path))
+        try:
+            # Its processes are gone, so the GPUs are idle while the store is waited for.
+            return trained._replace(weights=directory(trained.weights.path))
+        except SignalException as end:
+            _stopped(
+                f"the pod was told to stop by {signal.Signals(end.sigval).name} before its weights were stored", end
+            )
 
 
 def _final_failure(reported: BaseException | None) -> FlyteUserRuntimeException | None:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from flytekit import FlyteContextManager
+from flytekit.exceptions.base import FlyteException
+from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
+
+log = logging.getLogger(__name__)
+
+# Seconds for which a store may be away when a task hands over a folder, and between two attempts.
+STORE_SECONDS = 900.0
+INITIAL_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 
 
 def is_local() -> bool:
@@ -15,9 +26,33 @@ def is_local() -> bool:
     return state is None or state.is_local_execution()
 
 
-def directory(path: Path | str) -> FlyteDirectory:
-    """A folder as a task's output. A local run passes the path: weights are large, and a copy would land in /tmp."""
-    return FlyteDirectory(str(path), remote_directory=False if is_local() else None)
+def directory(path: Path | str, sleep: Callable[[float], object] = time.sleep) -> FlyteDirectory:
+    """A folder as a task's output. A local run passes the path: weights are large, and a copy would land in /tmp.
+
+    On a cluster it is uploaded now. While the store is away it is tried again, for `STORE_SECONDS`: another attempt of
+    the task would queue all its pods again, behind others, for a copy. Raises FlyteRecoverableException after that.
+    """
+    if is_local():
+        return FlyteDirectory(str(path), remote_directory=False)
+    access = FlyteContextManager.current_context().file_access
+    deadline, pause, failed = 0.0, INITIAL_PAUSE, False
+    while True:
+        # A new address each time: a folder that is half there would get the next copy inside.
+        url = access.get_random_remote_directory()
+        try:
+            access.put_data(str(path), url, is_multipart=True)
+            return FlyteDirectory.from_source(url)
+        except (FlyteException, OSError) as error:
+            if not failed:
+                deadline = time.monotonic() + STORE_SECONDS
+                log.warning("%s could not be stored (%s); trying again", path, error)
+            if time.monotonic() + pause > deadline:
+                raise FlyteRecoverableException(
+                    f"{path} could not be stored for {STORE_SECONDS:.0f} s: {error}"
+                ) from error
+        failed = True
+        sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
 
 
 def file(path: Path | str) -> FlyteFile:
