@@ -35,7 +35,7 @@ def directory(path: Path | str, sleep: Callable[[float], object] = time.sleep) -
     if is_local():
         return FlyteDirectory(str(path), remote_directory=False)
     access = FlyteContextManager.current_context().file_access
-    deadline, pause, failed = 0.0, INITIAL_PAUSE, False
+    waited, pause = 0.0, INITIAL_PAUSE
     while True:
         # A new address each time: a folder that is half there would get the next copy inside.
         url = access.get_random_remote_directory()
@@ -43,15 +43,12 @@ def directory(path: Path | str, sleep: Callable[[float], object] = time.sleep) -
             access.put_data(str(path), url, is_multipart=True)
             return FlyteDirectory.from_source(url)
         except (FlyteException, OSError) as error:
-            if not failed:
-                deadline = time.monotonic() + STORE_SECONDS
+            if not waited:
                 log.warning("%s could not be stored (%s); trying again", path, error)
-            if time.monotonic() + pause > deadline:
-                raise FlyteRecoverableException(
-                    f"{path} could not be stored for {STORE_SECONDS:.0f} s: {error}"
-                ) from error
-        failed = True
+            if waited + pause > STORE_SECONDS:
+                raise FlyteRecoverableException(f"{path} could not be stored for {waited:.0f} s: {error}") from error
         sleep(pause)
+        waited += pause
         pause = min(2 * pause, LONGEST_PAUSE)
 
 

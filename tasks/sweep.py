@@ -6,9 +6,10 @@ import csv
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Optional, TypeVar
 
 from flytekit import Deck, task
+from flytekit.types.error import FlyteError
 from flytekit.types.file import FlyteFile
 
 from strata_platform.outcomes import PREEMPTED
@@ -19,6 +20,7 @@ from tasks.resources import CONTROL_TASK
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.process.signals import Preempted
 from tasks.runtime.report.comparison import Trial, render_comparison
+from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import CompletionRecord
 
 log = logging.getLogger(__name__)
@@ -82,6 +84,41 @@ def compare(spec: RunSpec, grid: Grid, runs: list[RunSpec], records: list[Comple
         ValueError: no run finished.
     """
     configure_logging()
+    trials, table = _tabulate(Path(spec.output) / spec.name, grid, runs, records)
+    if trials[0].loss is None:
+        raise ValueError(f"no run of the sweep finished; the log above has each one's error, and {table} lists them")
+    best = next(run for run in runs if run.name == trials[0].name)
+    log.info("best of %d runs: %s, loss %s", len(trials), best.name, trials[0].loss)
+    table.with_name("best.yaml").write_text(dump_spec(best), encoding="utf-8")
+    return Swept(best, file(table))
+
+
+# Flyte passes the workflow's inputs, and the error under this name and type.
+@task(**CONTROL_TASK, enable_deck=True)
+def name_failures(spec: RunSpec, grid: Grid, err: Optional[FlyteError] = None) -> None:  # noqa: UP045
+    """On a cluster a failed run ends the sweep: write the table of the others, and name each failed combination.
+
+    Finished runs are read from their folders, so `output` has to be on a volume of the pods.
+    """
+    if is_local():
+        # Where the sweep itself wrote the table.
+        return
+    configure_logging()
+    runs = grid.runs(spec)
+    files = [RunFolder.of(run).record for run in runs]
+    records = [CompletionRecord.load(file) if file.exists() else None for file in files]
+    _, table = _tabulate(Path(spec.output) / spec.name, grid, runs, records)
+    for run, record in zip(runs, records, strict=True):
+        if record is None:
+            values = ", ".join(f"{path} {_value(run, path)}" for path in grid.fields)
+            log.error("run %s of the sweep did not finish: %s", run.name, values)
+    log.info("the other runs are in %s; Flyte says of the sweep: %s", table, err.message.strip() if err else "nothing")
+
+
+def _tabulate(
+    folder: Path, grid: Grid, runs: list[RunSpec], records: list[CompletionRecord | None]
+) -> tuple[list[Trial], Path]:
+    """The runs, best first and those without a record last, and their table in `folder`, which is also the Deck."""
     trials = sorted(
         (
             Trial(run.name, tuple(_value(run, path) for path in grid.fields), record)
@@ -89,20 +126,14 @@ def compare(spec: RunSpec, grid: Grid, runs: list[RunSpec], records: list[Comple
         ),
         key=lambda trial: (trial.loss is None, trial.loss),
     )
-    folder = Path(spec.output) / spec.name
     folder.mkdir(parents=True, exist_ok=True)
     table = folder / "sweep.csv"
     with table.open("w", newline="", encoding="utf-8") as opened:
         writer = csv.writer(opened)
         writer.writerow(["run", *grid.fields, *Trial.MEASURED])
         writer.writerows([trial.name, *trial.values, *trial.measured()] for trial in trials)
-    Deck("Sweep", render_comparison(spec.name, tuple(grid.fields), trials))
-    if trials[0].loss is None:
-        raise ValueError(f"no run of the sweep finished; the log above has each one's error, and {table} lists them")
-    best = next(run for run in runs if run.name == trials[0].name)
-    log.info("best of %d runs: %s, loss %s", len(trials), best.name, trials[0].loss)
-    (folder / "best.yaml").write_text(dump_spec(best), encoding="utf-8")
-    return Swept(best, file(table))
+    Deck("Sweep", render_comparison(folder.name, tuple(grid.fields), trials))
+    return trials, table
 
 
 def _value(run: RunSpec, path: str) -> Any:

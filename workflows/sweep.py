@@ -17,7 +17,7 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.grid import Grid
 from tasks.resources import CONTROL_TASK
 from tasks.runtime.run_folder.record import CompletionRecord
-from tasks.sweep import Swept, compare, expand, outcome, read_record
+from tasks.sweep import Swept, compare, expand, name_failures, outcome, read_record
 from workflows.finetune import finetune
 
 DEFAULT = RunSpec(name="sweep")
@@ -41,12 +41,12 @@ def run_all(runs: list[RunSpec]) -> list[Optional[CompletionRecord]]:  # noqa: U
     return [outcome(partial(trial, spec=run)) for run in runs]
 
 
-@workflow(failure_policy=WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE)
+@workflow(failure_policy=WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE, on_failure=name_failures)
 def sweep(spec: RunSpec = DEFAULT, grid: Grid = LEARNING_RATES) -> Swept:
     """Fine-tune once for each combination of the grid's values, and compare the results.
 
     A failed run does not stop the others. On one machine its row in the table is empty; on a cluster the sweep fails
-    after all other runs are done.
+    after all other runs are done, and its last task names the failed ones and writes the table of the others.
     """
     runs = expand(spec=spec, grid=grid)
     return compare(spec=spec, grid=grid, runs=runs, records=run_all(runs=runs))

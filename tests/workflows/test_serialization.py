@@ -74,7 +74,7 @@ FINETUNE = {
         ("workflows.sweep.trial", {"workflows.sweep.one_run", "tasks.sweep.read_record"}),
         (
             "workflows.sweep.sweep",
-            {"tasks.sweep.expand", "tasks.sweep.compare", "tasks.sweep.read_record"}
+            {"tasks.sweep.expand", "tasks.sweep.compare", "tasks.sweep.read_record", "tasks.sweep.name_failures"}
             | {"workflows.sweep.trial", "workflows.sweep.one_run", "workflows.sweep.run_all"},
         ),
         (

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 from flytekit.exceptions.user import FlyteRecoverableException
+from flytekit.types.error import FlyteError
 
 from strata_platform.spec import RunSpec, load_spec
 from strata_platform.spec.grid import Grid
+from tasks import sweep
 from tasks.runtime.process.signals import Preempted
 from tasks.runtime.report.comparison import Trial, render_comparison
 from tasks.runtime.run_folder.record import CompletionRecord
@@ -49,6 +51,23 @@ def record(name, loss):
         eval_loss_after=loss, checkpoint="", restarts=0, seconds=1.0, tokens_per_second=1.0, peak_memory_bytes=0,
         parameters=1, trainable_parameters=1, device="", world_size=1, data={}, kernels={}, warmup={}, versions={},
     )  # fmt: skip
+
+
+def test_on_a_cluster_a_failed_run_is_named_and_the_others_are_in_the_table(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(sweep, "is_local", lambda: False)
+    monkeypatch.setattr(sweep, "configure_logging", lambda: None)
+    spec = RunSpec(name="s", output=str(tmp_path))
+    grid = Grid(fields={"optimizer.lr": [1e-4, 2e-4], "seed": [1, 2]})
+    for number, run in enumerate(grid.runs(spec)):
+        if number != 2:
+            (tmp_path / run.name).mkdir()
+            record(run.name, 2.0 - number).save(tmp_path / run.name / "record.json")
+    sweep.name_failures(spec=spec, grid=grid, err=FlyteError(message="a child failed", failed_node_id="n1"))
+    failed = [entry.message for entry in caplog.records if entry.levelname == "ERROR"]
+    assert failed == ["run s-003 of the sweep did not finish: optimizer.lr 0.0002, seed 1"]
+    rows = list(csv.DictReader((tmp_path / "s" / "sweep.csv").read_text().splitlines()))
+    assert [row["run"] for row in rows] == ["s-004", "s-002", "s-001", "s-003"]
+    assert rows[3]["optimizer.lr"] == "0.0002" and rows[0]["seed"] == "2"
 
 
 def test_runs_are_ordered_by_their_loss_and_the_lost_come_last(tmp_path):
