@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import shutil
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
+from safetensors import safe_open
 from transformers import GenerationConfig
 from transformers.utils import cached_file
 
@@ -49,7 +51,8 @@ def export(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights:
     temporary = folder.root / ".model.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     write_model(spec, data, weights, temporary)
-    (temporary / "README.md").write_text(model_card(spec, record), encoding="utf-8")
+    card = model_card(spec, record, parameters=_parameters(temporary))
+    (temporary / "README.md").write_text(card, encoding="utf-8")
     # Users of the model do not need the path of the run's folder.
     record.model_copy(update={"checkpoint": Path(record.checkpoint).name}).save(temporary / RECORD)
     _replace(temporary, folder.model)
@@ -118,10 +121,20 @@ def _stop_at(config: GenerationConfig, tokens: tuple[int, ...]) -> None:
     config.eos_token_id = found[0] if len(found) == 1 else found or None
 
 
-def model_card(spec: RunSpec, record: CompletionRecord) -> str:
+def _parameters(folder: Path) -> int:
+    """Parameters of an exported model: those of training may have had an adapter beside them."""
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(str(file), framework="pt") as tensors:
+            total += sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    return total
+
+
+def model_card(spec: RunSpec, record: CompletionRecord, *, parameters: int | None = None) -> str:
     """A model card: base model, data, steps, losses, and how to load the model.
 
-    The card is public: it names local files and folders without their path.
+    The card is public: it names local files and folders without their path. `parameters`: those of the exported model,
+    by default those of training.
     """
     base = (
         "trained from scratch"
@@ -136,6 +149,7 @@ def model_card(spec: RunSpec, record: CompletionRecord) -> str:
     sources = [name for source in spec.data.sources or (spec.data,) for name in source.names]
     source = redacted(", ".join(Path(name).name if Path(name).is_absolute() else name for name in sources))
     versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
+    size = parameters or record.parameters
     loader = "AutoModelForSequenceClassification" if spec.model.head == "score" else "AutoModelForCausalLM"
     about = ModelCardData(
         library_name="transformers",
@@ -149,7 +163,7 @@ def model_card(spec: RunSpec, record: CompletionRecord) -> str:
 
 # {spec.name}
 
-{record.parameters / 1e6:,.1f} M parameters, {base} on `{source}` ({spec.objective.type}) for {record.steps} steps
+{size / 1e6:,.1f} M parameters, {base} on `{source}` ({spec.objective.type}) for {record.steps} steps
 and {record.tokens:,} tokens. {_losses(record)}
 {_scores(record)}
 ```python

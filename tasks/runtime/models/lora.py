@@ -277,7 +277,7 @@ def _require_targets(model: PreTrainedModel, settings: Lora) -> None:
             known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in layers))
             raise ValueError(
                 f"adapter.target_modules: {target!r} is not a linear layer of the model or its embeddings, or is its "
-                f"head; choose from {known}"
+                f"head; choose from {known}, or leave it out to adapt all linear layers"
             )
 
 

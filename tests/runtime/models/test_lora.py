@@ -113,7 +113,9 @@ def test_the_exported_model_has_the_adapter_merged(run):
     assert (expected - before).abs().max() > 0.1
     torch.testing.assert_close(exported(TOKENS).logits, expected, rtol=1e-4, atol=1e-4)
     assert not any("lora" in name for name, _ in exported.named_parameters())
-    assert f"by {spec.name[0].upper()}oRA of rank 4, merged" in (folder.model / "README.md").read_text()
+    card = (folder.model / "README.md").read_text()
+    assert f"{exported.num_parameters() / 1e6:,.1f} M parameters, fine-tuned from" in card
+    assert f"by {spec.name[0].upper()}oRA of rank 4, merged" in card
     # Others get the model: where its run was is nothing to them.
     assert [file.name for file in folder.model.iterdir() if bytes(folder.root.parent.parent) in file.read_bytes()] == []
 
