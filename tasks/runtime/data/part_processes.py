@@ -1,6 +1,7 @@
 """Prepare the parts of a source in several processes.
 
-The processes are started afresh rather than forked: tokenizers and torch run threads, which a fork does not have.
+They are forks of a process that is started afresh and has imported what they need, which takes longer than a part.
+This process cannot be forked: tokenizers and torch run threads in it, which a fork does not have.
 """
 
 from __future__ import annotations
@@ -9,13 +10,18 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -32,7 +38,6 @@ from tasks.runtime.data.shard_store import ShardStore
 from tasks.runtime.data.sources import open_source
 from tasks.runtime.data.template_renderer import stop_rendering
 from tasks.runtime.process.cpus import available_cpus
-from tasks.runtime.process.signals import die_with_parent
 
 # Arguments of `_prepare_one`, which processes can send each other.
 _Task = tuple[Path | str, Path, str, int]
@@ -109,9 +114,10 @@ def prepare_parts(parts: Sequence[PlannedPart], *, report: Report, processes: in
         finally:
             stop_rendering()
         return
-    context = multiprocessing.get_context("spawn")
-    arguments = (threads, os.getpid())
-    with ProcessPoolExecutor(workers, context, initializer=_initialize, initargs=arguments) as pool:
+    with (
+        _forking_server() as context,
+        ProcessPoolExecutor(workers, context, initializer=_initialize, initargs=(threads,)) as pool,
+    ):
         try:
             futures = [pool.submit(_prepare_one, *source.task(number)) for source, number in left]
             _wait((future.result() for future in as_completed(futures)), len(left), report)
@@ -126,6 +132,18 @@ def prepare_parts(parts: Sequence[PlannedPart], *, report: Report, processes: in
             for process in multiprocessing.active_children():
                 process.terminate()
             raise
+
+
+@contextmanager
+def _forking_server() -> Iterator[BaseContext]:
+    """A context whose processes are forked from one that has imported this module."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    try:
+        yield context
+    finally:
+        # It would keep its memory until this process ends; nothing public stops it.
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 def _wait(done: Iterator[tuple[int, int]], parts: int, report: Report) -> None:
@@ -144,15 +162,21 @@ def _wait(done: Iterator[tuple[int, int]], parts: int, report: Report) -> None:
             )
 
 
-def _initialize(threads: int, parent: int) -> None:
+def _initialize(threads: int) -> None:
     """In a new process: threads of the tokenizer, and an end with the process that started it."""
     os.environ["RAYON_NUM_THREADS"] = str(threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
     # An interrupt on the terminal reaches all processes; the first one ends these.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The kernel sends no signal for a parent that had ended before the call.
-    if die_with_parent() and os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
+    # Its parent, as the kernel has it, is the server that it was forked from.
+    first = multiprocessing.parent_process()
+    assert first is not None
+    threading.Thread(target=_end_with, args=(first.sentinel,), name="end with the first process", daemon=True).start()
+
+
+def _end_with(sentinel: int) -> None:
+    wait([sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _prepare_one(place: Path | str, tokenizer: Path, recipe_hash: str, number: int) -> tuple[int, int]:

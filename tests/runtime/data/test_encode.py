@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -182,3 +184,28 @@ def test_a_long_document_that_a_row_takes_is_tokenized_whole(tokenizer: PreTrain
         (found,) = Encoder(tokenizer, learn_all=False, longest=longest).encode([long])
         assert found.complete == (longest == len(expected))
     assert found.ids.tolist() == expected.ids.tolist() and found.targets.tolist() == expected.targets.tolist()
+
+
+def test_a_tokenizer_of_the_library_is_called_directly_and_gives_what_transformers_gives(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    class Own(PreTrainedTokenizerFast):
+        """One that adds something of its own, here nothing."""
+
+        def _encode_plus(self, *arguments: Any, **options: Any) -> Any:
+            return super()._encode_plus(*arguments, **options)
+
+    own = Own(tokenizer_object=tokenizer.backend_tokenizer, bos_token=BOS, eos_token=EOS, pad_token=EOS)
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    # What a tokenizer's file may ask for.
+    backend.enable_truncation(3)
+    backend.enable_padding(length=50)
+    cut = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BOS, eos_token=EOS, pad_token=EOS)
+    texts = [f"Return {EOS} the things, é 🙂.\n" * count for count in (1, 40)]
+    for control in (True, False):
+        document = [Document((Segment(text, True, control),), has_special_tokens=True) for text in texts]
+        for one in (tokenizer, own, cut):
+            encoder = Encoder(one, learn_all=True)
+            assert (encoder._backend is None) == (one is own)
+            theirs = own(texts, add_special_tokens=False, split_special_tokens=not control)["input_ids"]
+            assert [found.ids.tolist() for found in encoder.encode(document)] == theirs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -132,3 +133,48 @@ def test_an_error_in_a_process_names_the_row_and_what_is_right_is_kept(tmp_path:
     skipping = recipe_for(tmp_path / "rows.jsonl", invalid="skip")
     manifest = prepare(skipping, tmp_path / "skipping", report=lambda line: None, processes=1).manifest
     assert (manifest.samples_used, manifest.skipped["invalid"]) == (119, 1)
+
+
+ORPHANED = """
+import os, sys, time
+from pathlib import Path
+from strata_platform.spec import DataRecipe
+from tasks.runtime.data import part_processes, pipeline, prepare
+
+if __name__ == "__main__":
+    pipeline.PART_BYTES = int(sys.argv[3])
+    def told(*arguments):
+        import multiprocessing
+        # All of them have begun when the first part is done.
+        print(*(process.pid for process in multiprocessing.active_children()), flush=True)
+        sys.stdin.read()
+    part_processes._wait = told
+    prepare(DataRecipe.model_validate_json(sys.argv[1]), Path(sys.argv[2]), report=lambda line: None, processes=2)
+"""
+
+
+def test_processes_end_with_the_one_that_started_them(tmp_path: Path, recipe: DataRecipe) -> None:
+    script = tmp_path / "orphaned.py"
+    script.write_text(ORPHANED)
+    command = [sys.executable, str(script), recipe.model_dump_json(), str(tmp_path / "out"), str(PART)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        workers = [os.pidfd_open(int(pid)) for pid in first.stdout.readline().split()]
+        # The processes and the server that they are forked from.
+        server = os.pidfd_open(int(Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()[-1]))
+        assert len(workers) == 2
+        os.kill(first.pid, signal.SIGKILL)
+    for descriptor in (*workers, server):
+        assert select.select([descriptor], [], [], 60)[0], "still there"
+        os.close(descriptor)
+
+
+def test_no_process_is_left_behind(tmp_path: Path, recipe: DataRecipe) -> None:
+    def children() -> set[str]:
+        return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+    before = children()
+    prepare(recipe, tmp_path / "out", report=lambda line: None, processes=2)
+    left = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children() - before]
+    # Python keeps the process that tracks shared memory.
+    assert not [command for command in left if b"resource_tracker" not in command]
