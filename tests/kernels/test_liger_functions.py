@@ -90,6 +90,17 @@ def test_function(ours, expected, tensors) -> None:
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
 
 
+def test_sparsemax() -> None:
+    """The nearest distribution: what lies above a threshold, at which the rest is one in all."""
+    x = X.transpose(1, 2)
+    got = modules.LigerSparsemax(1)(x)
+    ordered = x.sort(1, descending=True).values
+    sums, counts = ordered.cumsum(1) - 1, torch.arange(1, 17)[:, None]
+    size = (ordered * counts > sums).sum(1, keepdim=True)
+    torch.testing.assert_close(got, (x - sums.gather(1, size - 1) / size).clamp(min=0))
+    assert torch.equal(functional.liger_sparsemax(X), got.transpose(1, 2))
+
+
 @pytest.mark.parametrize("mode", ["llama", "gemma", "none", 0, 1, -1])
 def test_the_result_has_the_dtype_of_the_input(mode) -> None:
     assert functions.LigerRMSNormFunction.apply(X.bfloat16(), W, 1e-6, 0.0, mode).dtype == torch.bfloat16

@@ -22,6 +22,7 @@ from .functions import (
     LigerRMSNormFunction,
     LigerRopeFunction,
     LigerSiLUMulFunction,
+    LigerSparsemaxFunction,
 )
 
 
@@ -109,6 +110,11 @@ def liger_fused_add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """`add_rms_norm`. X, R: [..., D], W: [D]."""
     return LigerFusedAddRMSNormFunction.apply(X, R, W, eps, offset, casting_mode)
+
+
+def liger_sparsemax(input: Tensor, dim: int = -1) -> Tensor:
+    """`sparsemax`, over the axis `dim`."""
+    return LigerSparsemaxFunction.apply(input, dim)
 
 
 def liger_rotary_pos_emb_gpt_oss(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

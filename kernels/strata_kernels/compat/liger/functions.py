@@ -24,6 +24,7 @@ from ...ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entro
 from ...ops.norm.layer_norm import layer_norm
 from ...ops.norm.rms_norm import Cast, add_rms_norm, rms_norm
 from ...ops.rotary.rope import rope
+from ...ops.sparsemax import sparsemax
 
 # Loss, z-loss, accuracy and predictions; the last three where they are asked for.
 Losses = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -115,6 +116,15 @@ class LigerReLUSquaredFunction:
     def apply(X: Tensor) -> Tensor:
         """[..., D] → [..., D]."""
         return relu_squared(X)
+
+
+class LigerSparsemaxFunction:
+    """`sparsemax`."""
+
+    @staticmethod
+    def apply(x: Tensor, dim: int) -> Tensor:
+        """x, and the axis whose values become a distribution → the shape of x."""
+        return sparsemax(x.transpose(dim, -1)).transpose(dim, -1)
 
 
 class LigerMLPFunction:

@@ -17,6 +17,7 @@ from .functions import (
     LigerLayerNormFunction,
     LigerReLUSquaredFunction,
     LigerRMSNormFunction,
+    LigerSparsemaxFunction,
 )
 
 Initial = Literal["ones", "zeros"]
@@ -190,6 +191,18 @@ class LigerReLUSquared(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] → [..., D]."""
         return LigerReLUSquaredFunction.apply(x)
+
+
+class LigerSparsemax(nn.Module):
+    """`sparsemax`."""
+
+    def __init__(self, dim: int = -1) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The shape of x."""
+        return LigerSparsemaxFunction.apply(x, self.dim)
 
 
 def _check_activation(activation: str | None) -> None:

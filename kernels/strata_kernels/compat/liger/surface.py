@@ -20,6 +20,7 @@ _OPS = {
     "relu_squared": "LigerReLUSquaredFunction",
     "rms_norm": "LigerRMSNormFunction",
     "rope": "LigerRopeFunction",
+    "sparsemax": "LigerSparsemaxFunction",
     "swiglu": "LigerSiLUMulFunction LigerFusedGateUpSiLUMulFunction",
 }
 _MODULES = {
@@ -28,6 +29,7 @@ _MODULES = {
     "layer_norm": "LigerLayerNorm",
     "mlp": "LigerMLP LigerFalconH1MLP",
     "relu_squared": "LigerReLUSquared",
+    "sparsemax": "LigerSparsemax",
     "rms_norm": (
         "LigerRMSNorm LigerRMSNormForGemma LigerRMSNormForGemma2 LigerRMSNormForGemma3 LigerRMSNormForGemma4 "
         "LigerRMSNormForMuseGlimmer LigerRMSNormForMuseGlimmerTextCentered LigerRMSNormForOlmo2 LigerRMSNormForGlm4 "
@@ -55,7 +57,8 @@ _ROTATIONS = {
 }
 _FUNCTIONAL = (
     "CrossEntropyOutput liger_cross_entropy liger_fused_linear_cross_entropy liger_geglu liger_layer_norm "
-    "liger_qwen2vl_mrope liger_relu_squared liger_rms_norm liger_fused_add_rms_norm liger_rope liger_swiglu"
+    "liger_qwen2vl_mrope liger_relu_squared liger_rms_norm liger_fused_add_rms_norm liger_rope liger_sparsemax "
+    "liger_swiglu"
 )
 _DISPATCHED = (
     "cross_entropy fused_add_rms_norm fused_linear_cross_entropy fused_linear_jsd geglu jsd kl_div layer_norm rms_norm "
@@ -157,9 +160,9 @@ _INSTEAD = {
     ),
     "PyTorch": (
         "LigerAttnResFunction LigerMHC LigerMHCCoeffsFunction LigerMHCPostResFunction LigerMHCPreFunction "
-        "LigerPolyNorm LigerPolyNormFunction LigerSparsemax LigerSparsemaxFunction attn_res liger_attn_res "
+        "LigerPolyNorm LigerPolyNormFunction attn_res liger_attn_res "
         "liger_mhc_apply liger_mhc_coeffs liger_mhc_forward liger_mhc_post_res liger_mhc_pre liger_poly_norm "
-        "liger_sparsemax mhc poly_norm sparsemax"
+        "mhc poly_norm"
     ),
     "strata_kernels.rms_norm(x, weight) * (1 + scale) + shift": (
         "LigerModulatedRMSNorm LigerModulatedRMSNormFunction liger_modulated_rms_norm modulated_rms_norm"
