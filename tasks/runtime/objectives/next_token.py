@@ -52,8 +52,8 @@ class NextToken:
                 and context.processes.is_main
             ):
                 log.info(
-                    "router loss: of all tokens of a step, whose later micro-batches are routed in %d forward passes "
-                    "more; training.router_loss 'running' goes without",
+                    "router loss: of all tokens of a step; forward passes more a step, to route later micro-batches: "
+                    "%d, or none with training.router_loss 'running'",
                     training.gradient_accumulation_steps - 1,
                 )
         return context.data
