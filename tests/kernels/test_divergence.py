@@ -88,7 +88,8 @@ def compare_trained(within_bar: Callable[..., None]) -> Callable[..., None]:
 def hold_loss(ours: Tensor, torchs: Tensor, exact: Tensor) -> None:
     """At the bar, or as exact as a log-probability about ten in fp32, where PyTorch may have luck with a difference."""
     mine, theirs = ((x.double() - exact).abs().max() for x in (ours, torchs))
-    assert ours.dtype == torchs.dtype and mine <= 2 * theirs + 5e-7, f"{mine:.2e} from fp64, PyTorch {theirs:.2e}"
+    allowed = 2 * theirs + 5e-7 * exact.abs().max().clamp(min=1)
+    assert ours.dtype == torchs.dtype and mine <= allowed, f"{mine:.2e} from fp64, PyTorch {theirs:.2e}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

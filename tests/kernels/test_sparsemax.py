@@ -44,6 +44,15 @@ def test_logits_far_from_zero_and_masked_ones(device) -> None:
     torch.testing.assert_close(sparsemax(z), expected)
 
 
+def test_a_class_on_the_threshold_is_outside(device) -> None:
+    """As the coarse numbers of bf16 often are: (0 + 0 - 1/2 - 1) / 3 = -1/2."""
+    z = torch.tensor([[3.0, 3.0, 2.5, 0.0]], device=device, requires_grad=True)
+    y = sparsemax(z)
+    assert y.tolist() == [[0.5, 0.5, 0.0, 0.0]]
+    (gradient,) = torch.autograd.grad(y, z, torch.tensor([[1.0, 0.0, 4.0, 4.0]], device=device))
+    assert gradient.tolist() == [[0.5, -0.5, 0.0, 0.0]]
+
+
 def test_derivatives(device) -> None:
     z = torch.randn(3, 6, dtype=torch.float64, device=device, requires_grad=True)
     assert torch.autograd.gradcheck(sparsemax, z) and torch.autograd.gradgradcheck(sparsemax, z)

@@ -39,12 +39,13 @@ def sparsemax_fwd_kernel(p_z, p_y, stride_z, V: tl.constexpr, BLOCK: tl.constexp
     b_z = tl.where(m_v, b_z, -float("inf"))
     m_s = b_z > -1.0
     count = tl.sum(m_s.to(tl.int32), 0)
-    tau = (tl.sum(tl.where(m_s, b_z, 0.0), 0) - 1.0) / count.to(tl.float32)
+    # Rounded as IEEE says: a class that lies on the threshold is not above it.
+    tau = tl.div_rn(tl.sum(tl.where(m_s, b_z, 0.0), 0) - 1.0, count.to(tl.float32))
     changed = count > 0
     while changed:
         m_s = b_z > tau
         left = tl.sum(m_s.to(tl.int32), 0)
-        tau = (tl.sum(tl.where(m_s, b_z, 0.0), 0) - 1.0) / left.to(tl.float32)
+        tau = tl.div_rn(tl.sum(tl.where(m_s, b_z, 0.0), 0) - 1.0, left.to(tl.float32))
         changed = left < count
         count = left
     b_y = tl.where(b_z > tau, b_z - tau, 0.0)
