@@ -171,4 +171,9 @@ def mismatched(batch: Batch) -> Batch:
     found = {name.removeprefix(MISMATCHED): tensor for name, tensor in batch.items() if name.startswith(MISMATCHED)}
     if batch["input_ids"].is_meta:
         return {**model_inputs(batch), **found}
-    return add_cu_seqlens(found) if "cu_seqlens" in batch else found
+    if "cu_seqlens" not in batch:
+        return found
+    # They are computed on the host. Before training, the reference's batches are on the device already.
+    device = batch["input_ids"].device
+    found = add_cu_seqlens({name: tensor.cpu() for name, tensor in found.items()})
+    return {name: tensor.to(device) for name, tensor in found.items()}
