@@ -20,6 +20,7 @@ from tasks.runtime.data.part_processes import PlannedSource, in_turns, prepare_p
 from tasks.runtime.data.part_records import prepared_parts
 from tasks.runtime.data.pipeline import begin, finish
 from tasks.runtime.data.row_order import row_order
+from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
 from tasks.runtime.process.ranks import Processes
 
 WEIGHTS = (0.5, 0.3, 0.2)
@@ -85,7 +86,7 @@ def growing(recipe: DataRecipe, spec: RunSpec, out: Path, url: str | None = None
     plans = begin(recipe, out, report=silent, url=url)
     folders = source_folders(out)
     sources = [PlannedSource(plan, folders[number]) for number, plan in plans.items()]
-    left = iter(in_turns(sources, spec.data.weights))
+    left = iter(in_turns(sources, [spec.data.weights[number] for number in plans]))
 
     def one_more() -> None:
         if (part := next(left, None)) is None:
@@ -237,3 +238,39 @@ def test_a_killed_preparation_of_a_mixture_continues_with_what_is_left(
     total = sum(len(plan.parts) for plan in plans.values())
     assert f"4 of {total} parts are prepared already" in lines
     assert data.manifest == complete.manifest
+
+
+def test_pairs_are_streamed_for_an_adapter_whose_base_is_the_reference(tmp_path: Path) -> None:
+    save_tokenizer(train_tokenizer(["a question and an answer yes no"] * 3), tmp_path / "tokenizer")
+    sources = []
+    for name, count in (("first", 60), ("second", 40)):
+        rows = [{"prompt": f"{name} {n}?", "chosen": "yes " * (1 + n % 4), "rejected": f"no {n}"} for n in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        sources.append({"source": str(tmp_path / f"{name}.jsonl"), "weight": 1, "validation_fraction": 0.0})
+    spec = RunSpec.model_validate(
+        {
+            "data": {
+                "sources": sources,
+                "sequence_length": 64,
+                "shuffle": "window",
+                "shuffle_window": 1,
+                "streaming": True,
+            },
+            "model": {"name": "org/model", "tokenizer": str(tmp_path / "tokenizer")},
+            "adapter": {"type": "lora"},
+            "objective": {"type": "dpo"},
+            "training": {"steps": 30, "micro_batch_size": 1},
+            "topology": {"nproc_per_node": 2},
+            "parallel": {"type": "ddp"},
+        }
+    )
+    recipe = DataRecipe.from_spec(spec, fingerprint(spec))
+    complete = prepare(recipe, tmp_path / "whole" / "mixture", report=silent, processes=1)
+    data = growing(recipe, spec, tmp_path / "mixture")
+    assert data.rows is None
+    order, theirs = (row_order(one.manifest, one.train, spec.data, spec.seed) for one in (data, complete))
+    rows, whole = data.train, complete.train
+    for position in range(2 * len(whole)):
+        one, other = rows[order[position]], whole[theirs[position]]
+        assert set(one["sides"].tolist()) >= {1, -1}
+        assert all(torch.equal(one[name], other[name]) for name in ("input_ids", "labels", "sides"))
