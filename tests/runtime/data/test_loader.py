@@ -62,7 +62,12 @@ def test_steps_follow_each_other_wherever_one_begins():
 
 def test_reading_rows_draws_no_random_number_that_training_may_draw():
     """A resumed run begins to read once more than an undisturbed one."""
-    rows = [{name: torch.zeros(8, dtype=torch.int64) for name in ("input_ids", "labels", "position_ids")}] * ROWS
+
+    class Rows(list):
+        def by_source(self, manifest):
+            return [(0, None)]
+
+    rows = Rows([{name: torch.zeros(8, dtype=torch.int64) for name in ("input_ids", "labels", "position_ids")}] * ROWS)
     source = SimpleNamespace(train=SimpleNamespace(rows=ROWS))
     data = SimpleNamespace(train=rows, manifest=SimpleNamespace(trained=[source], has_images=False))
     loader = training_loader(RunSpec(), data, Processes(), collate=collate, start=0, stop=2)
