@@ -157,7 +157,8 @@ def test_the_order_of_tokens_changes_no_bit(device) -> None:
     x, gate_up, down, router = inputs_of(70, 24, 16, 4, 3, torch.float32, device)
     order = torch.randperm(70).to(device)
     y = experts(x, gate_up, down, index, router)
-    if device.type == "cuda" or INTERPRETED:
+    # The interpreter's products are NumPy's: on some processors the place of a row in them changes its bits.
+    if device.type == "cuda":
         assert torch.equal(experts(x[order], gate_up, down, index[order], router[order]), y[order])
     else:
         torch.testing.assert_close(experts(x[order], gate_up, down, index[order], router[order]), y[order])

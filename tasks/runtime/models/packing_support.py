@@ -23,7 +23,7 @@ from strata_platform.spec.objectives import PAIRED
 from strata_platform.spec.run_spec import Objective
 from tasks.runtime.models.attention_choice import choose_attention
 from tasks.runtime.models.build import build_model_on_meta, is_on_meta, load_config, support_packed_rows
-from tasks.runtime.models.recurrent_layers import recurrent_layers
+from tasks.runtime.models.recurrent_layers import needs_gpu, recurrent_layers
 from tasks.runtime.models.vision import has_rope_index
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,12 @@ def require_packing_support(model: PreTrainedModel, spec: RunSpec) -> None:
             f"training.compile: {', '.join(sorted(recurrent))} of model.name {spec.model.name!r} gets each sequence of "
             "a packed row by itself, so its sizes differ from batch to batch; set training.compile to false"
         )
-    if supports_packing(model):
+    # The model is on the CPU, where kernels of its recurrent layers do not run.
+    probed = _small_model(model.config) if needs_gpu(model) and model.device.type == "cpu" else model
+    if probed is None:
+        log.warning("packing: whether %s keeps samples apart is not probed without a GPU", type(model).__name__)
+        return
+    if supports_packing(probed):
         return
     why = f"{type(model).__name__} mixes the sequences of a row, although their positions start again"
     if spec.objective.type in PAIRED:
@@ -122,8 +127,11 @@ def _small_model(config: PretrainedConfig) -> PreTrainedModel | None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model: PreTrainedModel = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
+            if needs_gpu(model) and torch.cuda.is_available():
+                model.to("cuda")
             # A pass finds sizes that do not fit together.
-            model(input_ids=torch.zeros(1, _FIRST + _SECOND, dtype=torch.int64), use_cache=False)
+            tokens = torch.zeros(1, _FIRST + _SECOND, dtype=torch.int64, device=model.device)
+            model(input_ids=tokens, use_cache=False)
         support_packed_rows(model)
     # Configurations have rules of their own, and their models any kind of error.
     except Exception as error:
@@ -150,12 +158,13 @@ def supports_packing(model: PreTrainedModel) -> bool:
     model.set_attn_implementation(
         choose_attention("auto", model.config) if attention.startswith("flash") else attention
     )
+    tokens, positions = tokens.to(model.device), positions.to(model.device)
     if has_rope_index(model):
         # Those in the text come first; a token that is no image's has the same in all three dimensions.
         positions = positions.expand(4, 1, -1)
     try:
         states = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, _FIRST:]
-        weights = torch.linspace(-1, 1, states.numel(), dtype=states.dtype).view_as(states)
+        weights = torch.linspace(-1, 1, states.numel(), dtype=states.dtype, device=states.device).view_as(states)
         (gradient,) = torch.autograd.grad((states * weights).sum(), embedded)
     finally:
         hook.remove()

@@ -67,14 +67,22 @@ def _is_recurrent(module: nn.Module) -> bool:
 
 def missing_fast_paths(model: PreTrainedModel) -> list[str]:
     """Packages that would compute the recurrent layers of `model` by fast kernels and are not installed, sorted."""
+    return sorted(package for package, installed in _fast_paths(model).items() if not installed)
+
+
+def needs_gpu(model: PreTrainedModel) -> bool:
+    """Whether recurrent layers of `model` run the kernels of an installed package, which need a GPU."""
+    return any(_fast_paths(model).values())
+
+
+def _fast_paths(model: PreTrainedModel) -> dict[str, bool]:
+    """The packages that the recurrent layers of `model` use where they are installed, and whether they are."""
     modules = {sys.modules[type(layer).__module__] for layer in recurrent_layers(model).values()}
-    return sorted(
-        {
-            package
-            for function, (name, package) in _FAST_PATHS.items()
-            if any(hasattr(module, function) for module in modules) and importlib.util.find_spec(name) is None
-        }
-    )
+    return {
+        package: importlib.util.find_spec(name) is not None
+        for function, (name, package) in _FAST_PATHS.items()
+        if any(hasattr(module, function) for module in modules)
+    }
 
 
 def isolate_sequences(model: PreTrainedModel) -> None:

@@ -440,7 +440,7 @@ def _log_summary(run: Session, step: TrainingStep, steps: int, resume_from: Path
         log.info("attention: varlen, without masks")
     if recurrent := recurrent_layers(model):
         missing = missing_fast_paths(model)
-        slow = f"; without {' and '.join(missing)}, PyTorch computes them, many times slower" if missing else ""
+        slow = f"; {' and '.join(missing)} not installed, so PyTorch's slower code runs" if missing else ""
         names = ", ".join(sorted({type(layer).__name__ for layer in recurrent.values()}))
         log.log(logging.WARNING if missing else logging.INFO, "recurrent layers: %d %s%s", len(recurrent), names, slow)
     unfused = patched is not None and not patched.replaced

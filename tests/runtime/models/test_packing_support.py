@@ -34,6 +34,7 @@ from tasks.runtime.models.packing_support import (
 from tasks.runtime.objectives import build_objective
 from tasks.runtime.process.ranks import Processes
 from tests.kernels.test_patch import build
+from tests.runtime.helpers.hybrid_families import build_family
 from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_only import train_spec
 
@@ -94,6 +95,19 @@ def test_layers_of_other_sizes_in_each_batch_are_not_compiled(tmp_path):
     spec = {"model": folder_of(tmp_path, Qwen3NextConfig()), "training": {"compile": True}}
     with pytest.raises(ValueError, match=r"training\.compile: Qwen3NextGatedDeltaNet of .* set .* to false"):
         require_planned_packing_support(RunSpec.model_validate(spec))
+
+
+def test_kernels_that_need_a_gpu_are_not_probed_on_the_cpu(tmp_path, monkeypatch, caplog):
+    """With such a package, a pass of the model ends in the error of its kernel, and the run went with it."""
+
+    def forward(*args, **kwargs):
+        raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: object())
+    model = build_family("qwen3_next")
+    monkeypatch.setattr(type(model), "forward", forward)
+    require_packing_support(model, RunSpec.model_validate({"model": {"name": "org/hybrid"}}))
+    assert "is not probed without a GPU" in caplog.text
 
 
 def test_a_teacher_has_to_keep_texts_apart_too(tmp_path):
