@@ -1,6 +1,7 @@
 """Every operator, by a small example each: who looks sees it, and what it gives is the same by every way to it.
 
-A new operator needs a line in EXAMPLES; `test_every_operator_has_an_example` says so.
+A new operator needs a line in EXAMPLES, or in OPERATORS of `helpers/operators.py` and tests like these in its own file;
+`test_every_operator_has_an_example` says so.
 """
 
 import contextlib
@@ -35,6 +36,7 @@ from strata_kernels import (
     swiglu,
     swiglu_packed,
 )
+from tests.kernels.helpers.operators import OPERATORS
 
 ROWS = 6
 
@@ -172,9 +174,13 @@ def summed(function: Callable[..., Tensor | tuple[Tensor, ...]]) -> Callable[...
 
 
 def test_every_operator_has_an_example() -> None:
+    """Here, or in the table of small calls: files of losses over a head test their operators themselves."""
     with Watch() as watch:
         for example in EXAMPLES.values():
             summed(example.function)(*example.inputs(torch.device("cpu"))).backward()
+        for operator in OPERATORS.values():
+            tensors = list(operator.inputs().values())
+            operator.differentiate(operator.ours, tensors, [torch.ones(shape) for shape in operator.results])
     registered = {name.split("::")[1].split(".")[0] for name in registered_names()}
     assert registered == set(watch.seen)
 

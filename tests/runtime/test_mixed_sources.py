@@ -37,7 +37,10 @@ def sources(tmp_path_factory):
     named = [
         {"source": str(folder / f"{name}.jsonl"), "weight": weight} for name, weight in zip(rows, WEIGHTS, strict=True)
     ]
-    named[1]["validation_source"] = named[0]["source"]
+    # Rows of a third kind, which nobody trains on.
+    held_out = folder / "held-out.jsonl"
+    held_out.write_text("".join(json.dumps(rows["pairs"][i] | {"prompt": f"{i}?"}) + "\n" for i in range(40)))
+    named[1]["validation_source"] = str(held_out)
     return named
 
 

@@ -61,14 +61,14 @@ def checkpoint_activations(model: nn.Module, training: Training) -> None:
         _set_forward(layer, partial(checkpoint, layer.forward, use_reentrant=False, **options))
 
 
-def compile_layers(model: PreTrainedModel, training: Training) -> None:
+def compile_layers(model: nn.Module, training: Training) -> None:
     """Compile each layer with `torch.compile` if `training.compile` is true; equal layers share one graph."""
     if training.compile:
         # The precompiled header lies outside of the cache folder that runs keep. If all kernels are cached, it is the
         # only thing that would still need a C++ compiler.
         inductor.cpp_cache_precompile_headers = False
         # The sizes of a vision tower's inputs differ from batch to batch.
-        decoder = model.get_decoder() if is_multimodal(model.config) else model
+        decoder = model.get_decoder() if isinstance(model, PreTrainedModel) and is_multimodal(model.config) else model
         for layer in transformer_layers(decoder, "training.compile", "false"):
             _set_forward(layer, _full_graph(torch.compile(layer.forward, fullgraph=True, dynamic=False)))
 

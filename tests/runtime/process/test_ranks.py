@@ -16,6 +16,7 @@ from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.training.frameworks.hf import arguments
 from tasks.runtime.training.session import session
+from tests.runtime.helpers.free_port import free_port
 
 ROOT = Path(__file__).parents[3]
 
@@ -68,7 +69,7 @@ def work(local_rank, folder, port):
             # Something to lose: without it the folder would go to the next spec.
             run.processes.on_main(lambda: (run.folder.checkpoints / "checkpoint-1").mkdir(parents=True))
         root = RunFolder.of(make_spec(folder / "shared")).root
-        assert sorted(path.name for path in root.iterdir()) == [".lock", "checkpoints", "spec.yaml"]
+        assert sorted(path.name for path in root.iterdir()) == [".lease", ".lock", "checkpoints", "spec.yaml"]
         # Found by the main process alone.
         assert "seed was 0, is 1" in refusal(make_spec(folder / "shared", seed=1))
         # Each pod has a folder of its own, of the same name.
@@ -76,19 +77,10 @@ def work(local_rank, folder, port):
         assert "output 'out' is not the same folder for all 2 processes" in refusal(make_spec("out"))
 
 
-def test_two_processes_agree(tmp_path, free_port):
+def test_two_processes_agree(tmp_path):
     for rank in (0, 1):
         (tmp_path / f"pod-{rank}").mkdir()
-    multiprocessing.spawn(work, args=(tmp_path, free_port), nprocs=2)
-
-
-@pytest.fixture
-def free_port():
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    multiprocessing.spawn(work, args=(tmp_path, free_port()), nprocs=2)
 
 
 def test_processes_find_each_other_again_after_a_restart(tmp_path):

@@ -152,9 +152,9 @@ def test_a_plan_holds_every_number_of_targets(folder):
 def test_training_and_the_plan_build_their_step_by_one_function(monkeypatch, tmp_path):
     built = []
 
-    def build(model, spec, device):
+    def build(model, spec, device, *data):
         built.append(device.type)
-        return build_training_step(model, spec, device)
+        return build_training_step(model, spec, device, *data)
 
     for module in ("warmup.plan", "training.train"):
         monkeypatch.setattr(f"tasks.runtime.{module}.build_training_step", build)
