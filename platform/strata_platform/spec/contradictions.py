@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from strata_platform.spec.adapter_rules import adapter_rules
 from strata_platform.spec.data import BUILTIN_SOURCES
+from strata_platform.spec.distillation_rules import distillation_rules
 from strata_platform.spec.evaluation_rules import evaluation_rules
 from strata_platform.spec.model import PRESETS
 from strata_platform.spec.optimizer_rules import optimizer_rules
@@ -41,6 +42,7 @@ def contradictions(spec: RunSpec) -> Iterator[Contradiction]:
     yield from optimizer_rules(spec)
     yield from _objective(spec.objective, spec.data)
     yield from preference_rules(spec)
+    yield from distillation_rules(spec.objective)
     yield from _store(spec.kernels, spec.training)
     yield from _model(spec.model, spec.adapter)
     yield from _formats(spec.export, spec.adapter)
@@ -235,11 +237,6 @@ def _objective(objective: Objective, data: Data) -> Iterator[Contradiction]:
         yield from _rows(objective, source, f"data.sources[{index}]")
     if not data.sources:
         yield from _rows(objective, data, "data")
-    yield Contradiction(
-        objective.type == "distill" and objective.teacher in PRESETS,
-        ("objective.teacher",),
-        "a preset has random weights; give the Hub id or the folder of a trained model",
-    )
 
 
 def _rows(objective: Objective, source: Reading, path: str) -> Iterator[Contradiction]:

@@ -142,6 +142,9 @@ class Distill(Section):
         description="Divergence to minimize: `forward_kl` makes the student cover the teacher's whole distribution, "
         "`reverse_kl` its main mode; `jsd` is between them.",
     )
+    beta: Annotated[float, Field(ge=0, le=1), BeforeValidator(number)] | None = Field(
+        None, description="Place of `jsd` between both: 0 is `forward_kl`, 1 is `reverse_kl`; by default 0.5."
+    )
     temperature: Number = Field(1.0, gt=0, le=1e3, description="Temperature of both models' logits in the divergence.")
     weight: Number = Field(
         0.5, ge=0, le=1, description="Weight of the divergence in the loss; the rest is next-token cross entropy."

@@ -17,7 +17,7 @@ from strata_platform.spec.objectives import Distill as Settings
 from strata_platform.spec.run_spec import Objective
 from tasks.runtime.checkpoint.state import dtypes_of, model_tensors, set_dtypes
 from tasks.runtime.data import PreparedData
-from tasks.runtime.data.dataset import IGNORE_INDEX, Batch
+from tasks.runtime.data.dataset import Batch
 from tasks.runtime.data.tokenizer import read_tokenizer
 from tasks.runtime.models.build import (
     build_model,
@@ -33,7 +33,6 @@ from tasks.runtime.models.build import (
 from tasks.runtime.models.lora import base_fingerprint
 from tasks.runtime.models.packing_support import require_packing_support, require_position_embeddings
 from tasks.runtime.models.varlen_attention import set_varlen_attention, uses_varlen
-from tasks.runtime.objectives.divergence import distillation
 from tasks.runtime.objectives.head_sums import Head
 from tasks.runtime.objectives.objective import (
     MicroBatchLoss,
@@ -43,6 +42,7 @@ from tasks.runtime.objectives.objective import (
     target_tokens,
     without_varlen_inputs,
 )
+from tasks.runtime.objectives.teacher_divergence import distillation
 from tasks.runtime.process.errors import Unreachable
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.record import NATS
@@ -128,16 +128,14 @@ class Distill:
         self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None
     ) -> MicroBatchLoss:
         """Loss, cross entropy and divergence, divided by the target tokens of the whole step."""
-        labels = next_labels(batch).flatten()
-        # Positions with a label first, in order; the others add nothing.
-        kept = (labels == IGNORE_INDEX).to(torch.uint8).argsort(stable=True)[:max_targets]
-        labels = labels[kept]
+        labels = next_labels(batch)
         teacher_x, teacher = self._run_teacher(batch)
-        teacher_x = teacher_x[kept]
 
         def loss(hidden: Tensor, *head: Any) -> Tensor:
-            x = hidden.flatten(0, 1)[kept]
-            return torch.stack(distillation(x, Head(*head), labels, teacher_x, teacher, self._settings, items))
+            settings = self._settings
+            return torch.stack(
+                distillation(hidden, Head(*head), labels, teacher_x, teacher, settings, items, max_targets)
+            )
 
         inputs = model_inputs(batch)
         sums: Tensor = model(**inputs, head_loss=loss).loss if self._fused else loss(model(**inputs).logits)
@@ -147,7 +145,7 @@ class Distill:
 
     @torch.no_grad()
     def _run_teacher(self, batch: Batch) -> tuple[Tensor, Head]:
-        """The teacher's hidden states [N, H], and the head that turns them into logits."""
+        """The teacher's hidden states [B, T, H], and the head that turns them into logits."""
         assert self._teacher is not None
         found: list[Head] = []
 
@@ -158,9 +156,9 @@ class Distill:
         # Without varlen attention, a model may not accept these inputs.
         inputs = model_inputs(batch) if self._varlen else without_varlen_inputs(model_inputs(batch))
         if not self._teacher_fused:
-            return self._teacher(**inputs).logits.flatten(0, 1), Head()
+            return self._teacher(**inputs).logits, Head()
         hidden: Tensor = self._teacher(**inputs, head_loss=keep).loss
-        return hidden.flatten(0, 1), found[0]
+        return hidden, found[0]
 
     def _require_same(self, found: str, expected: str) -> None:
         if found != expected:

@@ -317,6 +317,11 @@ def test_a_long_value_is_shortened():
             "objective.teacher",
             "a preset has random weights",
         ),
+        (
+            {"objective": {"type": "distill", "teacher": "org/teacher", "beta": 0.1}},
+            "objective.beta",
+            "objective.divergence 'forward_kl' has none",
+        ),
         ({"model": {"revision": "main"}}, "model.revision", "model.name"),
         ({"model": {"attention": "flash_attention_2", "dtype": "float32"}}, "model.dtype", "model.attention"),
         ({"data": {"subset": "en"}}, "data.subset", "data.source"),

@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy, kl_div, linear, log_softmax
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from strata_kernels import linear_cross_entropy
 from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.objectives import Distill as Settings
 from tasks.runtime import checkpoint
@@ -15,9 +16,15 @@ from tasks.runtime.data import collate, fingerprint, prepare
 from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
 from tasks.runtime.models.build import has_fused_loss, patch
 from tasks.runtime.models.lora import base_fingerprint
-from tasks.runtime.objectives import ObjectiveContext, build_objective, head_sums, require_same_tokens
-from tasks.runtime.objectives.divergence import distillation
+from tasks.runtime.objectives import (
+    ObjectiveContext,
+    build_objective,
+    head_sums,
+    require_same_tokens,
+    teacher_divergence,
+)
 from tasks.runtime.objectives.head_sums import Head
+from tasks.runtime.objectives.teacher_divergence import distillation
 from tasks.runtime.parallel.single import Single
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
@@ -25,7 +32,18 @@ from tasks.runtime.warmup.plan import plan_kernels
 from tests.runtime.helpers.preference_pairs import write_pairs
 from tests.runtime.helpers.train_only import train_spec
 
-DIVERGENCES = ["forward_kl", "reverse_kl", "jsd"]
+# Settings by name; those of the middle of `jsd` are the default.
+DIVERGENCES = {
+    "forward_kl": {"divergence": "forward_kl"},
+    "reverse_kl": {"divergence": "reverse_kl"},
+    "jsd": {"divergence": "jsd"},
+    "jsd_0.1": {"divergence": "jsd", "beta": 0.1},
+    "jsd_0": {"divergence": "jsd", "beta": 0},
+}
+
+
+def settings_of(name, **options):
+    return Settings(teacher="some/teacher", **DIVERGENCES[name], **options)
 
 
 def plain(z, t, labels, settings):
@@ -33,62 +51,86 @@ def plain(z, t, labels, settings):
     z, t, labels = z[labels != -100], t[labels != -100], labels[labels != -100]
     common = min(z.shape[1], t.shape[1])
     p, q = (log_softmax(logits[:, :common] / settings.temperature, -1) for logits in (z, t))
-    m = ((p.exp() + q.exp()) / 2).log()
+    beta = 0.5 if settings.beta is None else settings.beta
+    m = ((1 - beta) * p.exp() + beta * q.exp()).log()
 
     def kl(of, given):
         return kl_div(given, of, log_target=True, reduction="batchmean")
 
-    found = {"forward_kl": kl(q, p), "reverse_kl": kl(p, q), "jsd": (kl(p, m) + kl(q, m)) / 2}[settings.divergence]
+    jsd = kl(q, p) if beta == 0 else beta * kl(q, m) + (1 - beta) * kl(p, m)
+    found = {"forward_kl": kl(q, p), "reverse_kl": kl(p, q), "jsd": jsd}[settings.divergence]
     entropy = cross_entropy(z, labels)
     return (1 - settings.weight) * entropy + settings.weight * settings.temperature**2 * found, entropy, found
 
 
 def tensors(dtype):
+    """Two rows of 23 tokens; a teacher of other width and with a larger vocabulary."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    x, weight, bias = normal(23, 8), normal(40, 8), normal(40)
-    labels = torch.randint(40, (23,), generator=generator)
-    labels[::3] = -100
-    return x, weight, bias, labels, normal(23, 6), normal(44, 6)
+    x, weight, bias = normal(2, 23, 8), normal(40, 8), normal(40)
+    labels = torch.randint(40, (2, 23), generator=generator)
+    labels[:, ::3] = -100
+    return x, weight, bias, labels, normal(2, 23, 6), normal(44, 6), normal(44)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 23], ids=lambda rows: f"{rows}-rows")
+@pytest.mark.parametrize("heads", [True, False], ids=["heads", "logits"])
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["uncapped", "capped"])
+@pytest.mark.parametrize("weight", [0.7, 1.0, 0.0], ids=lambda weight: f"weight-{weight}")
 @pytest.mark.parametrize("name", DIVERGENCES)
-def test_chunks_add_up_to_the_plain_loss(monkeypatch, name, softcap, rows):
-    """In fp32, of vocabularies of 40 and 44, which have 40 in common."""
-    monkeypatch.setattr(head_sums, "CHUNK_BYTES", rows * 4 * 40)
-    settings = Settings(teacher="some/teacher", divergence=name, temperature=2.0, weight=0.7)
+def test_the_loss_is_that_of_plain_pytorch(monkeypatch, name, weight, softcap, heads):
+    """In fp32, of vocabularies of 40 and 44, which have 40 in common; by both heads, or where the teacher has none."""
+    monkeypatch.setattr(head_sums, "CHUNK_BYTES", 5 * 4 * 40)
+    settings = settings_of(name, temperature=2.0, weight=weight)
     found, expected = [], []
     for dtype, results in ((torch.float32, found), (torch.float64, expected)):
-        x, weight, bias, labels, teacher_x, teacher_weight = tensors(dtype)
-        learned = [tensor.requires_grad_() for tensor in (x, weight, bias)]
+        x, weights, bias, labels, *teacher = tensors(dtype)
+        learned = [tensor.requires_grad_() for tensor in (x, weights, bias)]
+        t = 5.0 * torch.tanh(linear(*teacher) / 5.0)
         if results is found:
+            given = (teacher[0], Head(*teacher[1:], 5.0)) if heads else (t, Head())
             items = (labels != -100).sum()
-            teacher = Head(teacher_weight, None, 5.0)
-            sums = distillation(x, Head(weight, bias, softcap), labels, teacher_x, teacher, settings, items)
+            sums = distillation(x, Head(weights, bias, softcap), labels, *given, settings, items, max_targets=32)
         else:
-            z, t = linear(x, weight, bias), 5.0 * torch.tanh(linear(teacher_x, teacher_weight) / 5.0)
-            sums = plain(z if softcap is None else softcap * torch.tanh(z / softcap), t, labels, settings)
+            z = linear(x, weights, bias).flatten(0, 1)
+            capped = z if softcap is None else softcap * torch.tanh(z / softcap)
+            sums = plain(capped, t.flatten(0, 1), labels.flatten(), settings)
         (3 * sums[0]).backward()
         results += [*(value.detach() for value in sums), *(tensor.grad for tensor in learned)]
     for ours, exact in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-6)
 
 
-def test_frozen_heads_get_no_gradient_and_logits_are_rows_too():
-    settings = Settings(teacher="some/teacher")
-    x, weight, _, labels, teacher_x, teacher_weight = tensors(torch.float64)
+@pytest.mark.parametrize("heads", [True, False], ids=["heads", "logits"])
+def test_frozen_heads_get_no_gradient_and_logits_are_rows_too(heads):
+    settings = settings_of("jsd_0.1")
+    x, weight, _, labels, teacher_x, teacher_weight, _ = tensors(torch.float64)
     x.requires_grad_()
     teacher, items = Head(teacher_weight), torch.tensor(15)
-    distillation(x, Head(weight), labels, teacher_x, teacher, settings, items).loss.backward()
+    given = (teacher_x, teacher) if heads else (teacher.logits(teacher_x), Head())
+    distillation(x, Head(weight), labels, *given, settings, items).loss.backward()
     z = linear(x.detach(), weight).requires_grad_()
     distillation(z, Head(), labels, teacher.logits(teacher_x), Head(), settings, items).loss.backward()
     assert weight.grad is None
     torch.testing.assert_close(x.grad, z.grad @ weight)
+
+
+def test_what_only_one_part_of_the_loss_needs_is_not_computed(monkeypatch):
+    """A weight of 1 is the divergence alone: the gradient of the cross entropy, half of the work, is left out."""
+    asked = []
+
+    def watched(*arguments, **options):
+        asked.append(torch.is_grad_enabled())
+        return linear_cross_entropy(*arguments, **options)
+
+    monkeypatch.setattr(teacher_divergence, "linear_cross_entropy", watched)
+    x, weight, _, labels, teacher_x, teacher_weight, _ = tensors(torch.float32)
+    for share in (1.0, 0.5):
+        settings, items = settings_of("forward_kl", weight=share), torch.tensor(15)
+        distillation(x.requires_grad_(), Head(weight), labels, teacher_x, Head(teacher_weight), settings, items)
+    assert asked == [False, True]
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +178,7 @@ def data(folder):
 
 @pytest.mark.parametrize("head", ["fused", "plain"])
 def test_a_batch_is_learned_from_the_teacher_document_by_document(folder, data, head):
-    spec = make_spec(folder, {"divergence": "jsd"}, kernels={"enabled": head == "fused"})
+    spec = make_spec(folder, {"divergence": "jsd", "beta": 0.3}, kernels={"enabled": head == "fused"})
     rows = [data.train[index] for index in range(3)]
     exact, teacher = small(0).double(), small(1, hidden=48, vocabulary=576).double()
     batch = collate(rows)

@@ -1,0 +1,33 @@
+"""Rules of `distill`: what its teacher is, and the divergence from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from strata_platform.spec.model import PRESETS
+from strata_platform.spec.objectives import Distill
+from strata_platform.spec.problems import Contradiction
+
+if TYPE_CHECKING:
+    from strata_platform.spec.run_spec import Objective
+
+
+def distillation_rules(objective: Objective) -> Iterator[Contradiction]:
+    """Every rule, broken or not."""
+    if isinstance(objective, Distill):
+        yield from _teacher(objective)
+
+
+def _teacher(objective: Distill) -> Iterator[Contradiction]:
+    yield Contradiction(
+        objective.teacher in PRESETS,
+        ("objective.teacher",),
+        "a preset has random weights; give the Hub id or the folder of a trained model",
+    )
+    yield Contradiction(
+        objective.beta is not None and objective.divergence != "jsd",
+        ("objective.beta", "objective.divergence"),
+        f"set, but objective.divergence '{objective.divergence}' has none; set objective.divergence to 'jsd', or leave "
+        "objective.beta out",
+    )
