@@ -79,6 +79,11 @@ def set_varlen_attention(model: PreTrainedModel) -> None:
     model.set_attn_implementation(_NAME)
 
 
+def has_varlen_attention(model: PreTrainedModel) -> bool:
+    """Whether the attention of `model` is varlen."""
+    return bool(model.config._attn_implementation == _NAME)
+
+
 @contextmanager
 def plain_attention(model: PreTrainedModel, *, varlen: bool) -> Iterator[None]:
     """Inside the block, `model` attends without the inputs of `with_cu_seqlens`, as generation calls it."""
