@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -157,6 +158,22 @@ def _answers_label(s: Shape) -> str:
 # Beside the gradients of 8192x4096 hidden states and of the head, 1066 MiB.
 _ANSWER_BARS = {"of products": 1 / 0.80, "extra MiB": 2 * 1024 + 1066}
 _BY_FEATURES = ("features", FEATURES, {"rows": 16384})
+
+
+def _of_answers(name: str, answers: int, ours: Callable[..., Any], torch: Function) -> Operator:
+    """A loss of so many answers over a head; `ours` returns it as the field `loss`."""
+    return Operator(
+        name=name,
+        ours=lambda *inputs: ours(*inputs).loss,
+        torch=torch,
+        exact=partial(torch, exact=True),
+        inputs=reference.answers_inputs,
+        cases=(Case(_answers(answers, 8192, 4096, 128256), _ANSWER_BARS),),
+        flops=_twice_head_flops,
+        products=reference.answers_products,
+        label=_answers_label,
+    )
+
 
 OPERATORS = (
     Operator(
@@ -324,28 +341,8 @@ OPERATORS = (
         products=reference.linear_logprobs_products,
         label=_head_label,
     ),
-    Operator(
-        name="linear_preference",
-        ours=lambda *inputs: strata_kernels.linear_preference(*inputs).loss,
-        torch=reference.linear_preference,
-        exact=partial(reference.linear_preference, exact=True),
-        inputs=reference.answers_inputs,
-        cases=(Case(_answers(8, 8192, 4096, 128256), _ANSWER_BARS),),
-        flops=_twice_head_flops,
-        products=reference.answers_products,
-        label=_answers_label,
-    ),
-    Operator(
-        name="linear_grpo",
-        ours=lambda *inputs: strata_kernels.linear_grpo(*inputs).loss,
-        torch=reference.linear_grpo,
-        exact=partial(reference.linear_grpo, exact=True),
-        inputs=reference.answers_inputs,
-        cases=(Case(_answers(16, 8192, 4096, 128256), _ANSWER_BARS),),
-        flops=_twice_head_flops,
-        products=reference.answers_products,
-        label=_answers_label,
-    ),
+    _of_answers("linear_preference", 8, strata_kernels.linear_preference, reference.linear_preference),
+    _of_answers("linear_grpo", 16, strata_kernels.linear_grpo, reference.linear_grpo),
     Operator(
         name="linear_jsd",
         ours=strata_kernels.linear_jsd,

@@ -195,6 +195,12 @@ def is_recorded() -> bool:
     return torch.is_grad_enabled() and (torch.compiler.is_compiling() or not _is_excluded(_AUTOGRAD))
 
 
+def refuse_double_backward(name: str) -> None:
+    """Raise NotImplementedError in a backward pass under create_graph=True."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(f"{name} can be differentiated only once; leave out create_graph=True")
+
+
 def is_observed() -> bool:
     """Whether a compiler, a mode or a recording has to see this call, so that it must go through the dispatcher."""
     return torch.compiler.is_compiling() or has_mode() or torch._C._is_torch_function_mode_enabled() or is_recording()

@@ -18,8 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._launch import DTYPES, accumulator, describe, has_dtype, launch, multiprocessors, takes_kernel
-from ._operator import Operator, is_transformed, operator
-from .cross_entropy.reduction import refuse_double_backward
+from ._operator import Operator, is_transformed, operator, refuse_double_backward
 from .cross_entropy.row_kernel import _tanh
 
 _FORWARD_BLOCK, _FORWARD_WARPS = 2048, 4

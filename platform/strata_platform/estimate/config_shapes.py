@@ -174,6 +174,7 @@ def from_config(config: Mapping[str, Any]) -> ModelShape:
         head_dim=head_dim,
         vocabulary=vocabulary,
         tied=family.tied if tied is None else bool(tied),
+        scores=False,
         biased=has["qkv_bias"],
         gated=family.gated,
         packed=family.packed,

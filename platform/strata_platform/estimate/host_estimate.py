@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from strata_platform.estimate.memory import Memory, memory_of
 from strata_platform.estimate.shapes import ModelShape
-from strata_platform.estimate.workload import Workload
+from strata_platform.estimate.workload import Workload, with_head_of
 from strata_platform.spec import RunSpec
 
 # Bytes of the interpreter and of the libraries that a process loads, instead of what CUDA holds.
@@ -48,6 +48,7 @@ def estimate_on_host(spec: RunSpec, shape: ModelShape) -> HostEstimate:
     on_cpu = spec
     if spec.model.dtype == "auto":
         on_cpu = spec.model_copy(update={"model": spec.model.model_copy(update={"dtype": "float32"})})
+    shape = with_head_of(spec.model, shape)
     memory = replace(memory_of(Workload.of(on_cpu, shape)), buffers=_PROCESS)
     return HostEstimate(spec, shape, memory, _bytes(spec.resources.memory))
 

@@ -67,7 +67,7 @@ def memory_of(work: Workload) -> Memory:
     if work.optimizer.in_backward:
         gradients /= shape.layers
     # The embedding gets its gradient last, when the activations of all layers are gone.
-    table = 0.0 if work.lora or on_host else shape.head_parameters * work.weight_bytes / work.shards
+    table = 0.0 if work.lora or on_host else shape.table_parameters * work.weight_bytes / work.shards
     head, root = _unreduced_gradients(work)
     moments = (
         (before, held, _loss(work), gathered),
@@ -145,7 +145,7 @@ def _rows_and_columns(work: Workload) -> int:
         return shape.layers * (sum(inner + outer + 2 * work.lora.r for inner, outer in shape.linear_layers) + experts)
     matrices = sum(inner * outer for inner, outer in shape.linear_layers)
     vectors = shape.layers * (shape.layer_parameters - matrices) + shape.hidden
-    tables = (1 if shape.tied else 2) * (shape.vocabulary + shape.hidden)
+    tables = shape.vocabulary + shape.hidden + (0 if shape.tied else shape.outputs + shape.hidden)
     return shape.layers * sum(inner + outer for inner, outer in shape.linear_layers) + vectors + tables
 
 
@@ -220,7 +220,7 @@ def _loss(work: Workload) -> float:
     """Bytes of the last hidden states, the logits and the loss's intermediate results."""
     size = work.compute_bytes
     states = 2 * work.tokens * work.shape.hidden * size
-    logits = work.tokens * work.shape.vocabulary
+    logits = work.tokens * work.shape.outputs
     if not work.fused_loss:
         # Every tensor-parallel rank gathers the logits of the whole vocabulary.
         return float(states + logits * work.parallel.tensor_parallel * _PLAIN_LOGIT)

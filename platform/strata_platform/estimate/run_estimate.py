@@ -8,9 +8,9 @@ from strata_platform.estimate.gpus import USABLE, Gpu
 from strata_platform.estimate.memory import Memory, host_bytes, memory_of, paged_bytes
 from strata_platform.estimate.shapes import ModelShape
 from strata_platform.estimate.speed import Time, model_flops, time_of
-from strata_platform.estimate.workload import Workload
+from strata_platform.estimate.workload import Workload, with_head_of
 from strata_platform.spec import RunSpec
-from strata_platform.spec.model import Lora
+from strata_platform.spec.model import SCORE, Lora
 from strata_platform.spec.objectives import WITH_REFERENCE
 
 
@@ -68,11 +68,16 @@ class Estimate:
         """
         if self.workload.lora and self.workload.lora.use_dora:
             return "the estimate does not count the weights that adapter.use_dora computes"
-        if self.workload.lora and self.workload.lora.modules_to_save:
+        if self._saved_modules:
             return "the estimate does not count gradients and optimizer state of adapter.modules_to_save"
         if self.workload.lora and self.workload.lora.lora_dropout > 0:
             return "the estimate does not count the inputs that adapter.lora_dropout copies"
         return None
+
+    @property
+    def _saved_modules(self) -> set[str]:
+        """Modules that are trained whole beside the adapter, without the score of a text, which is one vector."""
+        return set(self.workload.lora.modules_to_save if self.workload.lora else ()) - {SCORE}
 
     @property
     def uncounted(self) -> tuple[str, ...]:
@@ -89,6 +94,11 @@ class Estimate:
                     objective.type in WITH_REFERENCE,
                     f"objective.type '{objective.type}': the reference's forward pass, in every step or once before "
                     "the first",
+                ),
+                (
+                    objective.type == "kto" and objective.loss == "kto",
+                    "objective.type 'kto': a forward pass over prompts with other rows' answers in every step, and of "
+                    "the reference over them; objective.loss 'apo_zero_unpaired' needs neither",
                 ),
                 (
                     objective.type == "custom",
@@ -119,7 +129,7 @@ class Estimate:
                     "adapter.use_dora: each weight with its adapter added, and its norm, in every forward pass",
                 ),
                 (
-                    bool(lora.modules_to_save),
+                    bool(self._saved_modules),
                     "adapter.modules_to_save: gradients and optimizer state of these modules",
                 ),
                 (
@@ -145,5 +155,6 @@ class Estimate:
 
 def estimate(spec: RunSpec, shape: ModelShape, gpu: Gpu) -> Estimate:
     """Estimate `spec` for a model of `shape` on GPUs of one model."""
+    shape = with_head_of(spec.model, shape)
     work = Workload.of(spec, shape)
     return Estimate(spec, shape, gpu, work, memory_of(work), time_of(work, gpu))

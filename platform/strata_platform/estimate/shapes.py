@@ -15,6 +15,7 @@ class ModelShape:
         intermediate: columns of the MLP that a token computes with; in a mixture those of its experts together.
         layers: number of decoder layers, all alike.
         tied: whether the head shares the embedding's weight.
+        scores: whether the head is the score of a text, one output, in place of logits.
         biased: whether queries, keys and values have biases.
         gated: whether the MLP has a gate beside the first projection.
         packed: whether queries, keys and values are one linear layer, and gate and first projection another.
@@ -35,6 +36,7 @@ class ModelShape:
     head_dim: int
     vocabulary: int
     tied: bool = False
+    scores: bool = False
     biased: bool = False
     gated: bool = True
     packed: bool = False
@@ -108,14 +110,28 @@ class ModelShape:
         return sum(a * b for a, b in self.stored_layers) + biases + self.vectors
 
     @property
+    def outputs(self) -> int:
+        """Outputs of the head: logits of a token, or its score."""
+        return 1 if self.scores else self.vocabulary
+
+    @property
+    def table_parameters(self) -> int:
+        """Parameters of the embeddings."""
+        return self.vocabulary * self.hidden
+
+    @property
     def head_parameters(self) -> int:
         """Parameters of the head, tied or not."""
-        return self.vocabulary * self.hidden
+        return self.outputs * self.hidden
 
     @property
     def root_parameters(self) -> int:
         """Parameters outside the decoder layers: embedding, head, last norm."""
-        return self.head_parameters * (1 if self.tied else 2) + self.root_vectors
+        return self.table_parameters + (0 if self.tied else self.head_parameters) + self.root_vectors
+
+    def with_score(self) -> ModelShape:
+        """The shape of the model with the score of a text in place of its head."""
+        return replace(self, tied=False, scores=True)
 
     @property
     def parameters(self) -> int:

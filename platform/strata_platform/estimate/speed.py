@@ -61,7 +61,7 @@ def time_of(work: Workload, gpu: Gpu) -> Time:
     elementwise = shape.layers * traffic / gpu.stream
     # Without the fused operator every tensor-parallel rank has the logits of the whole vocabulary.
     logit = _LOGIT_BYTES if work.fused_loss else _PLAIN_LOGIT_BYTES * work.parallel.tensor_parallel
-    loss = tokens * shape.vocabulary * logit / gpu.stream
+    loss = tokens * shape.outputs * logit / gpu.stream
     # The host launches kernels ahead of the GPU, so the slower of the two counts.
     launched = shape.layers * gpu.layer * (1 + light / 3)
     device = products + attention + elementwise + loss
@@ -163,7 +163,7 @@ def _sent_within_groups(work: Workload) -> float:
     sums = shape.layers * (4 + again) + 2
     sent = sums * tokens * shape.hidden * 2 * (ways - 1) / ways
     if not work.fused_loss:
-        sent += tokens * shape.vocabulary * (ways - 1)
+        sent += tokens * shape.outputs * (ways - 1)
     # Keys and values are gathered, once more in a recomputed layer, and their gradients are reduced.
     sent += shape.layers * (2 + again) * tokens * 2 * shape.keys * (parts - 1)
     return sent * work.compute_bytes

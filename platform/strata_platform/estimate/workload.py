@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from strata_platform.errors import Problem, SpecError
 from strata_platform.estimate.shapes import ModelShape
 from strata_platform.spec import RunSpec
-from strata_platform.spec.model import Lora
+from strata_platform.spec.model import Lora, Model
 from strata_platform.spec.parallel import Ddp, Fsdp, Single
 from strata_platform.spec.training import Optimizer, Training
 
@@ -142,6 +142,11 @@ class Workload:
         Under context parallelism the mask is causal as well.
         """
         return 1.0 if self.masked and self.parallel.context_parallel == 1 else 0.5
+
+
+def with_head_of(model: Model, shape: ModelShape) -> ModelShape:
+    """The shape of a model with the head that the objective gives `model`."""
+    return shape.with_score() if model.head == "score" else shape
 
 
 def _not_estimated(field: str, feature: str, instead: str) -> SpecError:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PrivateAttr
 
 from strata_platform.spec.describe import Allowed
 from strata_platform.spec.fields import Flag, Integer, Number, Section, Text, number
 
 PRESETS = ("tiny-llama",)
+Head = Literal["tokens", "score"]
 SCORE = "score"
 """The module of a model that scores texts, by its name in transformers."""
 
@@ -41,11 +42,6 @@ class Model(Section):
         description="Special tokens to add to the tokenizer. Embeddings and head grow with it; their new rows begin at "
         "the mean of the others, as in transformers.",
     )
-    head: Literal["tokens", "score"] = Field(
-        "tokens",
-        description="What the last hidden states become: logits of `tokens`, or the `score` of a text, which objective "
-        "`reward` sets.",
-    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description="Data type of weights and arithmetic. `auto` is bfloat16 on a GPU that supports it, float32 "
@@ -64,6 +60,19 @@ class Model(Section):
     trainable: tuple[Text, ...] = Field(
         (), description="The reverse of `freeze`: only weights that match are trained; empty: all."
     )
+
+    _head: Head = PrivateAttr("tokens")
+
+    @property
+    def head(self) -> Head:
+        """What the last hidden states become: logits of tokens, or the score of a text. The objective decides it."""
+        return self._head
+
+    def with_head(self, head: Head) -> Model:
+        """This section with that head."""
+        changed = self.model_copy()
+        changed._head = head
+        return changed
 
 
 class NoAdapter(Section):

@@ -133,12 +133,6 @@ def _reference(spec: RunSpec) -> Iterator[Contradiction]:
 def _score(spec: RunSpec) -> Iterator[Contradiction]:
     """Rules of a model that scores texts: it writes none."""
     scores = spec.objective.type == "reward"
-    yield Contradiction(
-        (spec.model.head == "score") != scores,
-        ("model.head", "objective.type"),
-        f"'{spec.model.head}' does not fit objective.type '{spec.objective.type}', which needs "
-        f"'{'score' if scores else 'tokens'}'; leave model.head out",
-    )
     yield from (
         Contradiction(
             scores and given,

@@ -32,7 +32,7 @@ from strata_platform.spec.fields import (
     number,
 )
 from strata_platform.spec.kernels import Kernels
-from strata_platform.spec.model import PRESETS, SCORE, Lora, Model, NoAdapter
+from strata_platform.spec.model import PRESETS, SCORE, Head, Lora, Model, NoAdapter
 from strata_platform.spec.objectives import (
     PREFERENCES,
     Cpo,
@@ -244,12 +244,11 @@ class RunSpec(Section):
     @model_validator(mode="after")
     def _score_texts(self) -> Self:
         """Give the model of a reward the head of one, which is trained whole beside an adapter."""
-        if self.objective.type != "reward":
-            return self
+        head: Head = "score" if self.objective.type == "reward" else "tokens"
         # The model is frozen, but this validator is a part of its construction.
-        if "head" not in self.model.model_fields_set:
-            object.__setattr__(self, "model", self.model.model_copy(update={"head": "score"}))
-        if isinstance(self.adapter, Lora) and SCORE not in self.adapter.modules_to_save:
+        if self.model.head != head:
+            object.__setattr__(self, "model", self.model.with_head(head))
+        if head == "score" and isinstance(self.adapter, Lora) and SCORE not in self.adapter.modules_to_save:
             saved = (*self.adapter.modules_to_save, SCORE)
             object.__setattr__(self, "adapter", self.adapter.model_copy(update={"modules_to_save": saved}))
         return self

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.model import Lora, Model
+from strata_platform.spec.model import Lora
 from tasks.runtime.export.check_folder import difference, expected_of, tolerance_of
 from tasks.runtime.models.adapter_folder import write_adapter
 from tasks.runtime.models.build import build_model
@@ -51,7 +51,7 @@ def export_adapter(
         save_file(expected, given)
         # The matrices of PiSSA written for the original weights are differences, whose parts are rounded each.
         tolerance = tolerance_of(expected) * (_ROUNDED_PARTS if initial else 1)
-        arguments = [str(folder / FOLDER), spec.model.model_dump_json(), str(given), str(device), str(tolerance)]
+        arguments = [str(folder / FOLDER), spec.model_dump_json(), str(given), str(device), str(tolerance)]
         done = subprocess.run(
             [sys.executable, "-m", "tasks.runtime.export.adapter_export", *arguments], text=True, capture_output=True
         )
@@ -71,9 +71,9 @@ def main() -> None:
     from peft import PeftModel
     from transformers import AutoTokenizer
 
-    folder, base, given, device, tolerance = sys.argv[1:]
+    folder, spec, given, device, tolerance = sys.argv[1:]
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    model = PeftModel.from_pretrained(build_model(Model.model_validate_json(base), 0), folder)
+    model = PeftModel.from_pretrained(build_model(RunSpec.model_validate_json(spec).model, 0), folder)
     print(json.dumps(difference(load_file(given), expected_of(model.to(device), tokenizer), float(tolerance))))
 
 

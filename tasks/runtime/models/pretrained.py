@@ -38,8 +38,8 @@ def load_pretrained(
 
     Args:
         source: a folder, or a model on the Hub.
-        head: the spec's `model.head`. With "score" it is `AutoModelForSequenceClassification`, and a head of tokens in
-            the source is left out; a head that it lacks gets random values.
+        head: `Model.head` of the spec. With "score" the class is `AutoModelForSequenceClassification`, and a head of
+            tokens in the source is left out; a head that it lacks gets random values.
         seed: of these values.
         allow_extra: tensors that the model lacks are no problem either, as those of layers that were cut off.
         options: further arguments of `from_pretrained`. With `device_map="meta"` no tensor is read, only the headers.

@@ -5,7 +5,8 @@ packed row to the next. Here it gets one sequence per row instead, padded at the
 after a sequence changes nothing in it. The layer's own code runs, by the fast kernels of its library where they are
 installed, and no sequence sees another one, in any family.
 
-Sequences of similar length share a call, so that padding adds at most a third to what the layers compute.
+Sequences of similar length share a call, so that padding adds at most a third to what the layers compute for sequences
+of more than 64 tokens. Shorter ones all share a call, padded to the longest: libraries compute chunks of 64 anyway.
 """
 
 from __future__ import annotations

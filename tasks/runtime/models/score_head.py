@@ -22,17 +22,17 @@ _CLASS = "ForSequenceClassification"
 
 
 def class_of(head: str, config: PretrainedConfig) -> Any:
-    """The class of transformers that builds the model of a configuration with this `model.head`."""
+    """The class of transformers that builds the model of a configuration with this head, `tokens` or `score`."""
     return AutoModelForSequenceClassification if head == "score" else auto_class(config)
 
 
 def head_of(config: PretrainedConfig) -> str:
-    """The `model.head` of a model whose folder has this configuration."""
+    """The head, `tokens` or `score`, of a model whose folder has this configuration."""
     return "score" if any(name.endswith(_CLASS) for name in config.architectures or ()) else "tokens"
 
 
 def options_of(head: str) -> dict[str, Any]:
-    """Fields of the configuration of a model with this `model.head`."""
+    """Fields of the configuration of a model with this head, `tokens` or `score`."""
     return {"num_labels": 1} if head == "score" else {}
 
 
@@ -64,7 +64,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> SequenceClassifierOutput:
 
 
 def require_score_head(model: Model) -> None:
-    """Raises ValueError if `model.head` is `score` and transformers has no such model of this family."""
+    """Raises ValueError if `model` scores texts and transformers has no such model of this family."""
     from tasks.runtime.models.build import load_config
 
     if model.head != "score":

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tasks.runtime.data.dataset import IGNORE_INDEX, Batch
-from tasks.runtime.objectives.objective import model_inputs, next_labels
+from tasks.runtime.objectives.objective import model_inputs
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.process.rng import random_states, restore_random_states
 
@@ -153,7 +153,15 @@ def _probabilities(logits: Tensor) -> Tensor:
 
 
 def _tokens(batch: Batch) -> Tensor:
-    """[B · T], 1 for tokens and 0 for padding: zeros without a label at the end of a row."""
-    empty = (batch["input_ids"] == 0) & (next_labels(batch) == IGNORE_INDEX)
-    padding = empty.flip(1).int().cumprod(1).flip(1)
-    return (1 - padding).flatten().float()
+    """[B · T], 1 for tokens and 0 for padding: documents of one token, however often repeated, without any label.
+
+    Neither an id nor the end of a row tells padding: id 0 may be a text's last token, a tokenizer's padding have
+    another id, and rows be joined to one.
+    """
+    ids = batch["input_ids"]
+    starts = batch["position_ids"] == 0
+    starts[:, 0] = True
+    document = starts.flatten().cumsum(0) - 1
+    marked = (batch["labels"] != IGNORE_INDEX) | ((ids != ids.roll(1, 1)) & ~starts)
+    marks = torch.zeros(ids.numel(), device=ids.device).index_add(0, document, marked.flatten().float())
+    return (marks[document] > 0).float()

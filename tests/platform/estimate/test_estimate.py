@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import strata_platform
 from strata_platform.errors import SpecError
@@ -30,6 +31,10 @@ H200, GIB = GPUS["h200"], 2**30
 EXAMPLE = ROOT / "examples/llama-3.1-8b-sft.yaml"
 
 
+LLAMA_8B = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128256,
+}  # fmt: skip
 SMALL = {"model_type": "llama", **PRESETS["tiny-llama"], "head_dim": None}
 
 
@@ -340,6 +345,37 @@ def test_moments_that_give_way_need_not_fit():
             assert paged.time == ordinary.time
             assert f"optimizer.paged: {ordinary.memory.optimizer / GIB:.1f} GiB" in paged.uncounted[0]
             assert not ordinary.uncounted
+
+
+REWARD = {"objective": {"type": "reward"}, "data": {"source": "a.jsonl", "sequence_length": 4096}}
+KTO = {"objective": {"type": "kto"}, "data": {"source": "a.jsonl", "sequence_length": 4096}}
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "meta-llama/Llama-3.1-8B"])
+def test_a_reward_model_has_a_score_in_place_of_its_head(name):
+    fields = {**PRESETS["tiny-llama"]} if name == "tiny-llama" else LLAMA_8B
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model("llama", **fields, num_labels=1))
+    found = take(**REWARD, model={"name": name, "dtype": "bfloat16"})
+    assert found.shape.parameters == sum(weight.numel() for weight in model.parameters())
+    assert found.memory.weights == 2 * found.shape.parameters
+
+
+def test_a_reward_model_takes_no_memory_and_time_for_logits():
+    reward, text = take(**REWARD), take()
+    # The head's weights, gradients and AdamW's moments, and a second buffer that sums its gradient.
+    assert text.memory.peak - reward.memory.peak > 4 * 2 * 128255 * 4096
+    states = reward.workload.tokens * 4096 * 2
+    assert states <= reward.memory.loss < 1.01 * states and reward.time.loss < 1e-3 * text.time.loss
+    assert reward.tokens_per_second > text.tokens_per_second
+    lora = take(**REWARD, adapter={"type": "lora"})
+    assert not lora.uncounted and lora.underestimated_because is None
+
+
+def test_passes_without_gradients_are_told():
+    reference, others = take(**KTO).uncounted
+    assert "the reference's forward pass" in reference and "a forward pass over prompts with other rows'" in others
+    assert len(take(**{**KTO, "objective": {"type": "kto", "loss": "apo_zero_unpaired"}}).uncounted) == 1
 
 
 RECOMPUTED = {"training": {"gradient_checkpointing": "full"}}

@@ -12,9 +12,10 @@ from strata_kernels import patch_model
 from strata_platform.spec import RunSpec
 from strata_platform.spec.training import Training
 from tasks.runtime.data import collate
+from tasks.runtime.data.dataset import collate_flat
 from tasks.runtime.models.activation_checkpointing import checkpoint_activations
 from tasks.runtime.models.build import build_model
-from tasks.runtime.objectives import build_objective
+from tasks.runtime.objectives import build_objective, router_loss
 from tasks.runtime.objectives.router_loss import RouterLoss, causal_model
 from tasks.runtime.process.ranks import Processes
 
@@ -104,6 +105,22 @@ def test_running_counts_are_those_of_the_step_so_far(spec, model, rows, expected
         frequency = torch.bincount(chosen, minlength=4) / (len(chosen) / 2)
         own = torch.cat(logits[number]).softmax(-1).sum(0) / (2 * tokens)
         torch.testing.assert_close(share, 4 * (frequency * own).sum())
+
+
+@pytest.mark.parametrize("joined", [False, True], ids=["rows", "joined"])
+def test_padding_is_told_by_its_document_and_not_by_its_id(joined):
+    """A text may end in id 0 without a label, and a tokenizer's padding have another id."""
+    texts = [[5, 6, 0, 0], [0, 7], [8, 8, 8, 8, 0]]
+    labels = [[-100, 6, -100, -100], [-100, 7], [-100, -100, -100, 8, -100]]
+    rows = [
+        {"input_ids": torch.tensor(text), "labels": torch.tensor(label), "position_ids": torch.arange(len(text))}
+        for text, label in zip(texts, labels, strict=True)
+    ]
+    rows[0] = {name: torch.cat([tensor, torch.tensor(more)]) for (name, tensor), more in zip(
+        rows[0].items(), ([3, 3, 3], [-100] * 3, [0, 1, 2]), strict=True)}  # fmt: skip
+    expected = [1, 1, 1, 1, 0, 0, 0, 1, 1, *[0] * 5 * (not joined), 1, 1, 1, 1, 1, *[0] * 2 * (not joined)]
+    found = router_loss._tokens((collate_flat if joined else collate)(rows))
+    assert found.tolist() == expected
 
 
 def test_counting_draws_no_random_number_and_leaves_the_model_as_it_is(spec, model, rows):

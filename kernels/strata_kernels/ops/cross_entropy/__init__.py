@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 
 from .._launch import DTYPES, accumulator, describe, has_dtype
-from .._operator import Operator, is_transformed, operator
-from .reduction import Reduction, check_options, divisors, refuse_double_backward, scaled, total
+from .._operator import Operator, is_transformed, operator, refuse_double_backward
+from .reduction import Reduction, check_options, divisors, scaled, total
 from .row_reference import reference_losses
 from .row_statistics import Options
 from .rows import cross_entropy_gradient, cross_entropy_rows, rows_of

@@ -104,12 +104,6 @@ def scaled(x: Tensor, factor: Tensor) -> Tensor:
     return x
 
 
-def refuse_double_backward(name: str) -> None:
-    """Raise NotImplementedError in a backward pass under create_graph=True."""
-    if torch.is_grad_enabled():
-        raise NotImplementedError(f"{name} can be differentiated only once; leave out create_graph=True")
-
-
 def check_options(
     label_smoothing: float, softcap: float | None, reduction: str, num_items: int | Tensor | None
 ) -> None:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from .._launch import DTYPES, accumulator, describe, has_dtype
-from .._operator import Operator, is_transformed, operator
-from .reduction import refuse_double_backward
+from .._operator import Operator, is_transformed, operator, refuse_double_backward
 from .row_statistics import Options
 from .rows import cross_entropy_gradient, cross_entropy_rows, rows_of
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .._launch import DTYPES, accumulator, describe, has_dtype
-from .._operator import Operator, is_transformed, operator
-from ..cross_entropy.reduction import Reduction, check_options, refuse_double_backward, scaled
+from .._operator import Operator, is_transformed, operator, refuse_double_backward
+from ..cross_entropy.reduction import Reduction, check_options, scaled
 from .divergence_reference import Divergence, Form, reference_divergence
 from .divergence_rows import divergence_rows
 

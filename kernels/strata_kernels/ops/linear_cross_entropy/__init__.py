@@ -36,9 +36,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from .._launch import accumulator
-from .._operator import Operator, is_transformed, operator
+from .._operator import Operator, is_transformed, operator, refuse_double_backward
 from ..cross_entropy import LossAndPredictions
-from ..cross_entropy.reduction import Reduction, refuse_double_backward, scaled
+from ..cross_entropy.reduction import Reduction, scaled
 from ..cross_entropy.row_reference import reference_losses
 from ..cross_entropy.row_statistics import Options
 from ..head.head_arguments import (

@@ -14,8 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._operator import Operator, operator
-from ..cross_entropy.reduction import refuse_double_backward
+from .._operator import Operator, operator, refuse_double_backward
 from ..cross_entropy.row_statistics import Statistics
 from ..head.head_pass import HeadGradients
 from .row_losses import Rows, Settings, gradients_of_rows, losses_and_gradients

@@ -6,15 +6,15 @@ gradient, so that the backward pass only multiplies by it.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from .._launch import accumulator
-from .._operator import Operator, is_transformed, operator
-from ..cross_entropy.reduction import check_options, refuse_double_backward, scaled
+from .._operator import is_transformed, operator
+from ..cross_entropy.reduction import check_options
 from ..divergence.divergence_reference import Divergence, Form, reference_divergence
 from ..divergence.given_logits import Direction, check_temperature, of_beta, of_direction, row_divisor
 from ..head.head_arguments import (
@@ -33,6 +33,7 @@ from ..head.head_arguments import (
 from ..head.head_pass import Wanted
 from ..head.vocabulary_parallel import is_dtensor
 from .row_divergences import PassSettings, Teacher, divergences_and_gradients
+from .summed_divergence import SummedDivergence
 
 _SETTINGS = (
     "str divergence, float beta, float temperature, float softcap, float teacher_softcap, int ignore_index,"
@@ -44,8 +45,8 @@ _SETTINGS = (
     "linear_divergence(Tensor divisor, Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor teacher_x,"
     f" Tensor teacher_weight, Tensor? teacher_bias, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-class _LinearDivergence(Operator):
-    """The sum of the rows by the divisor; dx, dW and db for an incoming gradient of 1, empty where not wanted."""
+class _LinearDivergence(SummedDivergence):
+    """The divergence from a teacher with a head."""
 
     @staticmethod
     def forward(
@@ -61,32 +62,6 @@ class _LinearDivergence(Operator):
             PassSettings(chunk_bytes, exact, Wanted(*wanted)),
         )  # fmt: skip
         return losses.sum() / divisor, *gradients
-
-    @staticmethod
-    def fake(divisor: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        dx, dw, db = rest[-3:]
-        return (
-            x.new_empty((), dtype=accumulator(x.dtype)),
-            x.new_empty(x.shape if dx else 0),
-            weight.new_empty(weight.shape if dw else 0),
-            weight.new_empty(weight.shape[0] if db else 0),
-        )
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*output[1:])
-        ctx.wanted, ctx.n_inputs = inputs[-3:], len(inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        refuse_double_backward("a divergence")
-        nothing: tuple[None, ...] = (None,) * ctx.n_inputs
-        if grad is None:
-            return nothing
-        gradients = (scaled(t, grad) if want else None for t, want in zip(ctx.saved_tensors, ctx.wanted, strict=True))
-        return None, *gradients, *nothing[4:]
 
 
 class _Options(NamedTuple):

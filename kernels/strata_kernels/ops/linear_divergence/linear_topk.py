@@ -8,15 +8,15 @@ with q_v = 0 for tokens that are not given. Teachers on servers and in files are
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from .._launch import accumulator, describe
-from .._operator import Operator, is_transformed, operator
-from ..cross_entropy.reduction import check_options, refuse_double_backward, scaled
+from .._operator import is_transformed, operator
+from ..cross_entropy.reduction import check_options
 from ..cross_entropy.row_statistics import Options
 from ..divergence.given_logits import check_temperature, row_divisor
 from ..head.head_arguments import (
@@ -35,6 +35,7 @@ from ..head.head_arguments import (
 from ..head.head_pass import Wanted
 from ..head.vocabulary_parallel import is_dtensor
 from .row_divergences import PassSettings, topk_and_gradients
+from .summed_divergence import SummedDivergence
 
 _SETTINGS = (
     "float temperature, float softcap, int ignore_index, SymInt chunk_bytes, bool exact, bool want_dx, bool want_dw,"
@@ -46,8 +47,8 @@ _SETTINGS = (
     "linear_topk_kl_div(Tensor divisor, Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor tokens,"
     f" Tensor log_probs, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-class _LinearTopK(Operator):
-    """The sum of the rows by the divisor; dx, dW and db for an incoming gradient of 1, empty where not wanted."""
+class _LinearTopK(SummedDivergence):
+    """The divergence from K tokens."""
 
     @staticmethod
     def forward(
@@ -60,32 +61,6 @@ class _LinearTopK(Operator):
             Options(ignore_index, 0.0, 0.0, softcap, temperature), PassSettings(chunk_bytes, exact, Wanted(*wanted)),
         )  # fmt: skip
         return losses.sum() / divisor, *gradients
-
-    @staticmethod
-    def fake(divisor: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        dx, dw, db = rest[-3:]
-        return (
-            x.new_empty((), dtype=accumulator(x.dtype)),
-            x.new_empty(x.shape if dx else 0),
-            weight.new_empty(weight.shape if dw else 0),
-            weight.new_empty(weight.shape[0] if db else 0),
-        )
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*output[1:])
-        ctx.wanted, ctx.n_inputs = inputs[-3:], len(inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        refuse_double_backward("a divergence")
-        nothing: tuple[None, ...] = (None,) * ctx.n_inputs
-        if grad is None:
-            return nothing
-        gradients = (scaled(t, grad) if want else None for t, want in zip(ctx.saved_tensors, ctx.wanted, strict=True))
-        return None, *gradients, *nothing[4:]
 
 
 def linear_topk_kl_div(
