@@ -52,8 +52,9 @@ from tasks.runtime.training.frameworks import load_framework
 from tasks.runtime.training.session import Session, session
 from tasks.runtime.training.train import build_job
 
-# Steps to train, and how many of the first are left out of the speed.
+# Steps to train, and how many of the first are left out of the speed; with CUDA graphs, which are captured first.
 STEPS, UNTIMED = 6, 2
+GRAPHED_STEPS, GRAPHED_UNTIMED = 40, 24
 
 _WIDE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
 _COMMON = {"model_type": "llama", "vocab_size": 128256, "rope_theta": 500000.0, "max_position_embeddings": 8192}
@@ -69,10 +70,25 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 64,
         "tie_word_embeddings": True,
     },
+    # Qwen3 0.6B.
+    "0.6b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 40960,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    },
     # Llama 3.1 8B, and a quarter of its layers: quick to make.
     "8b": {**_COMMON, **_WIDE, "num_hidden_layers": 32},
     "8b-quarter": {**_COMMON, **_WIDE, "num_hidden_layers": 8},
 }
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
 @dataclass(frozen=True)
@@ -83,6 +99,11 @@ class Run:
     processes: int = 1
     fields: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Steps to train, and how many of the first are not timed."""
+        return (GRAPHED_STEPS, GRAPHED_UNTIMED) if self.shape == "0.6b" else (STEPS, UNTIMED)
+
     def spec(self, output: Path, model: Path) -> RunSpec:
         """Of a few steps on packed rows."""
         base: dict[str, Any] = {
@@ -91,7 +112,7 @@ class Run:
             "output": str(output),
             "model": {"name": str(model), "dtype": "bfloat16"},
             "data": {"sequence_length": 4096},
-            "training": {"steps": STEPS},
+            "training": {"steps": self.steps[0]},
             "checkpoint": {"every": 1000},
             "tracking": {"log_every": 1, "report_to": []},
             "runtime": {"framework": "torch"},
@@ -123,6 +144,14 @@ _ALONE = "_parallel"
 # What --words changes of a run.
 _DOCUMENTS = ("data.source", "objective.type")
 _NF4 = {"adapter__type": "lora", "adapter__quantization": "nf4"}
+_GRAPHS: tuple[dict[str, Any], ...] = (
+    {},
+    {"training__cuda_graphs": False},
+    {"training__compile": True, "training__cuda_graphs": True},
+    {"training__compile": True, "training__cuda_graphs": False},
+    {"adapter__type": "lora"},
+    {"adapter__type": "lora", "training__cuda_graphs": False},
+)
 _WHOLE = {
     "parallel__reduce_dtype": "bfloat16",
     "parallel__reshard_after_forward": False,
@@ -130,6 +159,7 @@ _WHOLE = {
 }
 
 RUNS = (
+    *(_run("0.6b", 2, data__sequence_length=2048, **more) for more in _GRAPHS),
     _run("1b", 4),
     _run("1b", 8, recompute="full"),
     _run("1b", 4, training__gradient_accumulation_steps=2),
@@ -180,7 +210,7 @@ class _Nowhere:
         return []
 
 
-def measure(run: Session, data: PreparedData) -> dict[str, float]:
+def measure(run: Session, data: PreparedData, untimed: int) -> dict[str, float]:
     """Tokens per second and process, and peak GiB, of one process."""
     device = run.processes.device
     # Without one the program can be tried; of a CPU's memory nothing is known.
@@ -201,7 +231,9 @@ def measure(run: Session, data: PreparedData) -> dict[str, float]:
     recorder = Recorder(run.spec, run.folder, run.processes, 0)
     ends: list[float] = []
     with closing(recorder):
-        job = build_job(run, data, step, "random", recorder, CallbackRunner(()), steps=STEPS, resume_from=None)
+        job = build_job(
+            run, data, step, "random", recorder, CallbackRunner(()), steps=run.spec.training.steps, resume_from=None
+        )
         job.writer.close()
         job.writer = _Nowhere()  # type: ignore[assignment]
         end_step = job.end_step
@@ -218,7 +250,7 @@ def measure(run: Session, data: PreparedData) -> dict[str, float]:
             torch.cuda.reset_peak_memory_stats(device)
         with closing(job.watchdog):
             load_framework(run.spec.runtime.framework)(job)
-    seconds = statistics.median(b - a for a, b in zip(ends[UNTIMED - 1 :], ends[UNTIMED:], strict=False))
+    seconds = statistics.median(b - a for a, b in zip(ends[untimed - 1 :], ends[untimed:], strict=False))
     tokens = run.spec.rows_per_step * run.spec.data.sequence_length / run.spec.topology.world_size
     peak = torch.tensor(float(torch.cuda.max_memory_allocated(device) if gpu else 0), device=device)
     if run.processes.world_size > 1:
@@ -249,7 +281,9 @@ def train_and_compare(run: Run, folder: Path) -> dict[str, Any]:
     """A line of the table."""
     model = folder / run.shape
     model.mkdir(parents=True, exist_ok=True)
-    (model / "config.json").write_text(json.dumps({**SHAPES[run.shape], "architectures": ["LlamaForCausalLM"]}))
+    (model / "config.json").write_text(
+        json.dumps({**SHAPES[run.shape], "architectures": [ARCHITECTURES[SHAPES[run.shape]["model_type"]]]})
+    )
     base = run.spec(folder, model)
     # The tokenizer of the built-in data, of 4096 tokens: any will do.
     small = base.model_copy(update={"model": base.model.model_copy(update={"name": "tiny-llama"})})
@@ -258,7 +292,7 @@ def train_and_compare(run: Run, folder: Path) -> dict[str, Any]:
         data = started.processes.on_main(
             lambda: prepare(recipe, data_folder(base.output, recipe), report=lambda _: None)
         )
-        measured = measure(started, data)
+        measured = measure(started, data, run.steps[1])
     guess = estimate(base, shape_of(base.model.name), GPUS["h200"])
     return {
         "run": run.label(),

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from strata_platform.spec.adapter_rules import adapter_rules
+from strata_platform.spec.cuda_graph_rules import cuda_graph_contradictions
 from strata_platform.spec.data import BUILTIN_SOURCES
 from strata_platform.spec.distillation_rules import distillation_rules
 from strata_platform.spec.evaluation_rules import evaluation_rules
@@ -33,6 +34,7 @@ def contradictions(spec: RunSpec) -> Iterator[Contradiction]:
     """Every rule, broken or not."""
     yield from _training(spec.training, spec.data)
     yield from _neftune(spec.training, spec.parallel)
+    yield from cuda_graph_contradictions(spec)
     yield from _tokens(spec)
     yield from _processes(spec)
     yield from _fsdp(spec.parallel, spec.topology)

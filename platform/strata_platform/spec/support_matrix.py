@@ -63,6 +63,7 @@ FEATURES: dict[str, Settings] = {
         for name in ("full", "selective", "per_op")
     },
     "training.compile": {"training": {"compile": True}},
+    "training.cuda_graphs: true": {"training": {"cuda_graphs": True}},
     "training.deterministic": {"training": {"deterministic": True}},
     "training.gradient_accumulation_steps: 2": {"training": {"gradient_accumulation_steps": 2}},
     "data.packing: false": {"data": {"packing": False}},

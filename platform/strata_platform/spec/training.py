@@ -45,6 +45,12 @@ class Training(Section):
         "of document length x width; its authors use 5 to 15.",
     )
     compile: Flag = Field(False, description="Compile each layer with `torch.compile`, during the first steps.")
+    cuda_graphs: Literal["auto"] | Flag = Field(
+        "auto",
+        description="Replay the passes of a micro-batch as CUDA graphs, with the same losses bit for bit: `auto` where "
+        "the first steps are bound by the host and the run supports it; `true` refuses a run that does not. Graphs are "
+        "for one process, packed rows and `pretrain` or `sft`, without dropout and recomputation.",
+    )
     deterministic: Flag = Field(
         False,
         description="Use only PyTorch algorithms that repeat bit for bit. An operation that has none ends the run.",

@@ -44,6 +44,7 @@ _CHANGEABLE = {
         "gradient_checkpointing",
         "gradient_checkpointing_every",
         "compile",
+        "cuda_graphs",
         "deterministic",
     },
 }

@@ -62,6 +62,7 @@ from tasks.runtime.process.signals import Preempted, StopRequest, defer_sigterm
 from tasks.runtime.process.watchdog import Watchdog
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.runtime.training.completion import device_name, final_checkpoint, write_record
+from tasks.runtime.training.cuda_graphs import with_cuda_graphs
 from tasks.runtime.training.early_stopping import EarlyStopping, stopped_early
 from tasks.runtime.training.frameworks import load_framework
 from tasks.runtime.training.job import Framework, Job
@@ -187,7 +188,8 @@ def build_job(
     `base`: fingerprint of the weights that the run started from, or trains an adapter in. `initial`: matrices of PiSSA
     that its checkpoints keep.
     """
-    model, objective, collate = step.model, step.objective, step.collate
+    model, collate = step.model, step.collate
+    objective = with_cuda_graphs(step, run.spec, run.processes)
     set_dtypes(model, run.processes.on_main(lambda: dtypes_of(model)))
     compile_layers(model, run.spec.training)
     strategy = build_strategy(run.spec, run.processes)

@@ -65,7 +65,12 @@ def _differences(step: Step, whole: Step) -> dict[str, float]:
 def _spec(subject: Subject, micro_batch: int, accumulated: int, **changes: Any) -> RunSpec:
     return subject.variant(
         model={"dtype": "float32"},
-        training={"micro_batch_size": micro_batch, "gradient_accumulation_steps": accumulated, "compile": False},
+        training={
+            "micro_batch_size": micro_batch,
+            "gradient_accumulation_steps": accumulated,
+            "compile": False,
+            "cuda_graphs": False,
+        },
         optimizer={"in_backward": False},
         **changes,
     )

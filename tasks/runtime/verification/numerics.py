@@ -45,7 +45,12 @@ def compiled(subject: Subject) -> Measured:
 
 def _spec(subject: Subject, *, training: dict[str, Any] | None = None, **changes: Any) -> RunSpec:
     """The spec of a first step in the compute dtype, without recomputation and compilation."""
-    off = {"gradient_checkpointing": "none", "gradient_checkpointing_every": None, "compile": False}
+    off = {
+        "gradient_checkpointing": "none",
+        "gradient_checkpointing_every": None,
+        "compile": False,
+        "cuda_graphs": False,
+    }
     # The fp64 reference has exact weights, which 4-bit weights cannot be compared with.
     exact = (
         {"adapter": subject.spec.adapter.model_dump() | {"quantization": "none"}} if subject.spec.is_quantized else {}

@@ -1,0 +1,339 @@
+"""Replay the forward and the backward pass of a micro-batch as CUDA graphs (`training.cuda_graphs`).
+
+A small model's step takes the host longer than the GPU: a micro-batch of a 0.6B model launches some 3,000 kernels. A
+CUDA graph launches all of them at once. Two graphs are captured for each shape of a micro-batch, one for each pass, and
+every framework replays them where it would compute the loss and call `backward`.
+
+All graphs share one memory pool, and nothing in it outlives a step: activations and gradients of every graph lie in the
+same memory, as without graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from strata_platform.spec import RunSpec
+from strata_platform.spec.cuda_graph_rules import cuda_graph_rules
+from strata_platform.spec.training import Training
+from tasks.runtime.data import PreparedData
+from tasks.runtime.data.dataset import Batch
+from tasks.runtime.models.recurrent_layers import recurrent_layers
+from tasks.runtime.objectives.objective import MicroBatchLoss, Objective, ObjectiveContext
+from tasks.runtime.objectives.training_step import TrainingStep
+from tasks.runtime.process.ranks import Processes
+
+log = logging.getLogger(__name__)
+
+# Micro-batches that run without graphs at first. Kernels are compiled in the first; the others are timed.
+_WARMUP = 4
+# With `auto`, graphs are worth their while if the host takes this share of the time of a forward pass, or more.
+_HOST_BOUND = 0.8
+# Each takes some MiB of GPU memory; micro-batches of further shapes run without graphs.
+_MOST_GRAPHS = 24
+# The fewest sequences of a batch that it is padded to, with empty ones: few shapes instead of one for every number.
+_FEWEST_SEQUENCES = 16
+
+
+def with_cuda_graphs(step: TrainingStep, spec: RunSpec, processes: Processes) -> Objective:
+    """The objective of `step`, with CUDA graphs if `training.cuda_graphs` asks for them and the run supports them.
+
+    Raises:
+        ValueError: `training.cuda_graphs` is true, and the run does not support them.
+    """
+    if spec.training.cuda_graphs is False:
+        return step.objective
+    reason = unsupported_reason(step, spec, processes)
+    if reason is None:
+        return CudaGraphs(step.objective, spec.training)
+    if spec.training.cuda_graphs is True:
+        raise ValueError(f"training.cuda_graphs is true, but {reason}; set training.cuda_graphs to auto")
+    return step.objective
+
+
+def unsupported_reason(step: TrainingStep, spec: RunSpec, processes: Processes) -> str | None:
+    """What of a run has no CUDA graph; None if all has one.
+
+    A graph repeats the same kernels on the same addresses: shapes must repeat, the host must not wait for the GPU, and
+    random numbers would not be those of a run that resumes.
+    """
+    for rule in cuda_graph_rules(spec):
+        if rule.broken:
+            return f"{rule.field} {rule.reason}"
+    config = step.model.config
+    dropout = [name for name, rate in vars(config).items() if name.endswith(("dropout", "_pdrop")) and rate]
+    reasons = {
+        "the run has no NVIDIA GPU": processes.device.type != "cuda" or bool(torch.version.hip),
+        "attention runs with masks, for which the host waits": not step.varlen,
+        f"{', '.join(dropout)} of the model's config draws random numbers": bool(dropout),
+        "the model has recurrent layers, whose sizes the host reads": bool(recurrent_layers(step.model)),
+        "the model is a mixture of experts": _has_experts(step.model),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _has_experts(model: nn.Module) -> bool:
+    return any(name.endswith("experts") for name, _ in model.named_modules())
+
+
+class CudaGraphs:
+    """An objective that replays the micro-batches of `objective` as CUDA graphs, once it has seen their shape."""
+
+    def __init__(self, objective: Objective, training: Training) -> None:
+        self._objective = objective
+        self.unit = objective.unit
+        self._always = training.cuda_graphs is True
+        self._accumulates = training.gradient_accumulation_steps > 1
+        self._timer = _HostTimer()
+        self._warmup = _WARMUP
+        self._seen: set[_Shape] = set()
+        self._graphs: dict[_Shape, _Graphs] = {}
+        self._off = False
+        self._pool: Any = None
+
+    def prepare(self, context: ObjectiveContext) -> PreparedData:
+        """As the objective."""
+        return self._objective.prepare(context)
+
+    def metadata(self) -> dict[str, Any]:
+        """As the objective."""
+        return self._objective.metadata()
+
+    def prepare_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
+        """As the objective."""
+        return self._objective.prepare_validation(model, data, spec)
+
+    def example_row(self, tokens: Tensor) -> Batch:
+        """As the objective."""
+        return self._objective.example_row(tokens)
+
+    def count(self, batch: Batch) -> Tensor:
+        """As the objective."""
+        return self._objective.count(batch)
+
+    def before_step(
+        self, model: nn.Module, batches: Iterable[Batch], processes: Processes, max_targets: int | None = None
+    ) -> None:
+        """As the objective."""
+        self._objective.before_step(model, batches, processes, max_targets)
+
+    def micro_batch_loss(
+        self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None
+    ) -> MicroBatchLoss:
+        """As the objective, with the same bits, by the graphs of the batch's shape if there are some."""
+        if self._off:
+            return self._objective.micro_batch_loss(model, batch, items, max_targets)
+        if self._warmup:
+            self._warmup -= 1
+            with self._timer:
+                loss = self._objective.micro_batch_loss(model, batch, items, max_targets)
+            if not self._warmup:
+                self._decide()
+            return loss
+        batch = pad_sequences(batch)
+        shape = _shape(batch, max_targets)
+        if self._graphs and not next(iter(self._graphs.values())).is_valid():
+            # Something replaced the weights' memory, which the graphs still read.
+            self._graphs.clear()
+            self._pool = None
+        if shape not in self._graphs:
+            if shape not in self._seen or len(self._graphs) == _MOST_GRAPHS:
+                # The first of a shape may compile kernels, which a capture must not.
+                self._seen.add(shape)
+                return self._objective.micro_batch_loss(model, batch, items, max_targets)
+            self._capture(shape, model, batch, items, max_targets)
+            if self._off:
+                return self._objective.micro_batch_loss(model, batch, items, max_targets)
+        return MicroBatchLoss(self._graphs[shape].loss(batch, items, accumulates=self._accumulates), {})
+
+    def _decide(self) -> None:
+        """After the warm-up."""
+        share = self._timer.host_share()
+        if share < _HOST_BOUND and not self._always:
+            self._off = True
+            log.info("CUDA graphs: off, the host takes %.0f %% of the time of a forward pass", 100 * share)
+        else:
+            log.info("CUDA graphs: on, the host takes %.0f %% of the time of a forward pass", 100 * share)
+
+    def _capture(self, shape: _Shape, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None) -> None:
+        """Capture the graphs of a shape. Turns graphs off if that fails."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        try:
+            self._graphs[shape] = _Graphs.capture(self._objective, model, batch, items, max_targets, self._pool)
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0]
+            if self._always:
+                raise ValueError(
+                    f"training.cuda_graphs is true, but a micro-batch was not captured: {reason}. Set "
+                    "training.cuda_graphs to false"
+                ) from error
+            self._off = True
+            self._graphs.clear()
+            log.warning("CUDA graphs: off, because a micro-batch was not captured: %s", reason)
+
+
+# Names and sizes of the tensors of a batch, and the bound of its targets.
+_Shape = tuple[tuple[tuple[str, torch.Size], ...], int | None]
+
+
+def _shape(batch: Batch, max_targets: int | None) -> _Shape:
+    return tuple((name, tensor.shape) for name, tensor in batch.items()), max_targets
+
+
+def pad_sequences(batch: Batch) -> Batch:
+    """Pad `cu_seqlens` with empty sequences to a power of two.
+
+    A batch in which each row is one sequence stays as it is: its attention is plainly causal.
+    """
+    ends = batch["cu_seqlens"]
+    sequences = ends.shape[1] - 1
+    if sequences == batch["input_ids"].shape[0]:
+        return batch
+    padded = max(_FEWEST_SEQUENCES, 1 << (sequences - 1).bit_length())
+    return {**batch, "cu_seqlens": pad(ends, (0, padded - sequences), mode="replicate")}
+
+
+class _HostTimer:
+    """Compares the host's time for a forward pass with that of the GPU. A context manager around each pass."""
+
+    def __init__(self) -> None:
+        self._passes: list[tuple[float, torch.cuda.Event, torch.cuda.Event]] = []
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._passes.append((0.0, event, torch.cuda.Event(enable_timing=True)))
+        self._began = time.perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        _, began, ended = self._passes[-1]
+        self._passes[-1] = (time.perf_counter() - self._began, began, ended)
+        ended.record()
+
+    def host_share(self) -> float:
+        """The host's seconds over the GPU's, without the first pass, which compiles. Waits for the GPU."""
+        timed = self._passes[1:]
+        timed[-1][2].synchronize()
+        return sum(host for host, _, _ in timed) / sum(began.elapsed_time(ended) / 1e3 for _, began, ended in timed)
+
+
+@dataclass
+class _Graphs:
+    """The graphs of a forward and of a backward pass, and the tensors that they read and write."""
+
+    inputs: Mapping[str, Tensor]
+    items: Tensor
+    result: Tensor
+    """The loss, a scalar."""
+    seed: Tensor
+    """The gradient of the loss."""
+    gradients: Mapping[nn.Parameter, Tensor]
+    """In memory that the next replay of any graph overwrites."""
+    forward: torch.cuda.CUDAGraph
+    backward: torch.cuda.CUDAGraph
+    weights: Mapping[Tensor, int]
+    """Parameters and buffers, and the addresses at which the graphs expect them."""
+    anchor: Tensor = field(init=False)
+    """Makes autograd call the backward pass."""
+
+    def __post_init__(self) -> None:
+        self.anchor = torch.zeros((), device=self.seed.device, requires_grad=True)
+
+    @classmethod
+    def capture(
+        cls, objective: Objective, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None, pool: Any
+    ) -> _Graphs:
+        """Capture both passes of `batch`, whose kernels are compiled. Gradients of `model` stay as they are."""
+        learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        kept = [parameter.grad for parameter in learned]
+        inputs = {name: tensor.clone() for name, tensor in batch.items()}
+        items = items.clone()
+        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()
+        # Other threads, which load data and save checkpoints, may use the GPU in the meantime.
+        options: dict[str, Any] = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
+        try:
+            for parameter in learned:
+                parameter.grad = None
+            with torch.cuda.graph(forward, **options):
+                share = objective.micro_batch_loss(model, inputs, items, max_targets)
+            assert not share.metrics
+            seed = torch.ones_like(share.loss)
+            with torch.cuda.graph(backward, **options):
+                share.loss.backward(seed)
+            # Only the addresses of gradients are kept: with the tensors themselves, the gradients of each shape would
+            # have memory of their own, and all of them would lie beside the activations.
+            gradients = {parameter: _alias(parameter.grad) for parameter in learned if parameter.grad is not None}
+        finally:
+            for parameter, gradient in zip(learned, kept, strict=True):
+                parameter.grad = gradient
+        weights = {tensor: tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+        return cls(inputs, items, share.loss.detach(), seed, gradients, forward, backward, weights)
+
+    def is_valid(self) -> bool:
+        """Whether the weights are where they were at the capture."""
+        return all(tensor.data_ptr() == address for tensor, address in self.weights.items())
+
+    def loss(self, batch: Batch, items: Tensor, *, accumulates: bool) -> Tensor:
+        """Replay the forward pass. The backward pass of the result, a scalar, replays the other.
+
+        accumulates: whether gradients have to last beyond the next replay.
+        """
+        for name, tensor in self.inputs.items():
+            tensor.copy_(batch[name], non_blocking=True)
+        self.items.copy_(items)
+        result: Tensor = _Replay.apply(self.anchor, self, accumulates)
+        return result
+
+    def add_gradients(self, *, accumulates: bool) -> None:
+        """Add the gradients of the replayed pass to those of the parameters."""
+        held = [(p.grad, gradient) for p, gradient in self.gradients.items() if p.grad is not None]
+        if held:
+            torch._foreach_add_([gradient for gradient, _ in held], [own for _, own in held])
+        for parameter, own in self.gradients.items():
+            if parameter.grad is None:
+                parameter.grad = own.clone() if accumulates else own
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, graphs: _Graphs, accumulates: bool) -> Tensor:
+        ctx.graphs, ctx.accumulates = graphs, accumulates
+        graphs.forward.replay()
+        return graphs.result.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.graphs.seed.copy_(gradient)
+        ctx.graphs.backward.replay()
+        ctx.graphs.add_gradients(accumulates=ctx.accumulates)
+        return None, None, None
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """A tensor in the memory of `tensor`, which does not keep it allocated."""
+    size = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = _Memory(tensor.data_ptr(), size * tensor.element_size())
+    flat = torch.as_tensor(memory, device=tensor.device).view(tensor.dtype)
+    return flat.as_strided(tensor.shape, tensor.stride())
+
+
+class _Memory:
+    """Bytes on a GPU, as PyTorch reads them from other libraries."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 2,
+        }

@@ -1,0 +1,197 @@
+"""CUDA graphs of a micro-batch: what runs with them, and, on a GPU, the same bits as without."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.data import collate
+from tasks.runtime.models.build import build_model
+from tasks.runtime.models.varlen_attention import add_cu_seqlens
+from tasks.runtime.objectives.training_step import build_training_step
+from tasks.runtime.training import cuda_graphs
+from tasks.runtime.training.cuda_graphs import CudaGraphs, pad_sequences, unsupported_reason, with_cuda_graphs
+from tests.runtime.helpers.comparable_runs import curve
+from tests.runtime.helpers.pretrained_folder import save_pretrained
+from tests.runtime.helpers.train_only import train_spec
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+STEPS = 24
+PRETRAINED = {"name": "organization/model", "dtype": "bfloat16"}
+
+
+def make_spec(output, name, *, framework="torch", training=None, **sections):
+    return RunSpec.model_validate(
+        {
+            "name": name,
+            "output": str(output),
+            "model": {"dtype": "bfloat16"},
+            "data": {"sequence_length": 256, "max_samples": 800},
+            "training": {"steps": STEPS, "micro_batch_size": 2, "cuda_graphs": True, **(training or {})},
+            "checkpoint": {"every": STEPS // 2, "keep_last": 2},
+            "tracking": {"log_every": 1, "report_to": []},
+            "runtime": {"framework": framework},
+            **sections,
+        }
+    )
+
+
+def packed(*rows):
+    """A batch of rows with sequences of these lengths."""
+    return add_cu_seqlens(
+        collate(
+            [
+                {
+                    "input_ids": torch.arange(sum(lengths)),
+                    "labels": torch.arange(sum(lengths)),
+                    "position_ids": torch.cat([torch.arange(length) for length in lengths]),
+                }
+                for lengths in rows
+            ]
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "sequences"),
+    [
+        pytest.param([[3] * 4, [12]], 16, id="few"),
+        pytest.param([[1] * 12, [1] * 4 + [8]], 32, id="a power of two and one"),
+        pytest.param([[12], [12]], 2, id="one in each row"),
+    ],
+)
+def test_batches_of_about_as_many_sequences_have_one_shape(rows, sequences):
+    batch = packed(*rows)
+    ends, padded = batch["cu_seqlens"], pad_sequences(batch)["cu_seqlens"]
+    assert padded.shape == (2, sequences + 1)
+    assert padded.dtype == ends.dtype
+    assert torch.equal(padded[:, : ends.shape[1]], ends)
+    assert padded[:, ends.shape[1] :].diff(prepend=ends[:, -1:]).count_nonzero() == 0
+
+
+@pytest.mark.parametrize(
+    ("sections", "field"),
+    [
+        ({"objective": {"type": "distill", "teacher": "organization/teacher"}}, "objective.type"),
+        ({"parallel": {"type": "ddp"}}, "parallel.type"),
+        ({"training": {"gradient_checkpointing": "full"}}, "training.gradient_checkpointing"),
+        ({"training": {"neftune_noise_alpha": 5}}, "training.neftune_noise_alpha"),
+        ({"model": PRETRAINED, "adapter": {"type": "lora", "lora_dropout": 0.1}}, "adapter.lora_dropout"),
+        ({"model": PRETRAINED, "adapter": {"type": "lora", "quantization": "nf4"}}, "adapter.quantization"),
+        ({"optimizer": {"in_backward": True, "max_grad_norm": 0}}, "optimizer.in_backward"),
+    ],
+)
+def test_what_no_graph_repeats_is_refused_with_the_way_out(tmp_path, sections, field):
+    with pytest.raises(
+        ValueError, match=rf"training.cuda_graphs[\s\S]* {field} [\s\S]*set training.cuda_graphs to auto"
+    ):
+        make_spec(tmp_path, "refused", **sections)
+    training = {**sections.get("training", {}), "cuda_graphs": "auto"}
+    make_spec(tmp_path, "trained", **{**sections, "training": training})
+
+
+def training_step(spec, device):
+    with torch.device("meta"):
+        model = build_model(spec.model, spec.seed)
+    return build_training_step(model, spec, device)
+
+
+def change(step, **changes):
+    vars(step.model.config).update(changes)
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "reason"),
+    [
+        ("cuda", {}, None),
+        ("cpu", {}, "no NVIDIA GPU"),
+        ("cuda", {"attention_dropout": 0.1}, "attention_dropout"),
+    ],
+)
+def test_the_model_and_the_machine_have_to_support_them(tmp_path, device, changes, reason):
+    spec = make_spec(tmp_path, "machine", training={"cuda_graphs": "auto"})
+    step = training_step(spec, torch.device(device))
+    change(step, **changes)
+    processes = SimpleNamespace(device=torch.device(device))
+    found = unsupported_reason(step, spec, processes)
+    assert (found is None) if reason is None else (reason in found), found
+    if reason is None:
+        assert isinstance(with_cuda_graphs(step, spec, processes), CudaGraphs)
+        return
+    assert with_cuda_graphs(step, spec, processes) is step.objective
+    with pytest.raises(ValueError, match=rf"{reason}[\s\S]*set training.cuda_graphs to auto"):
+        with_cuda_graphs(step, make_spec(tmp_path, "machine"), processes)
+
+
+RUNS = {
+    "sft": {},
+    "pretrain": {"objective": {"type": "pretrain"}},
+    "accumulated": {"training": {"gradient_accumulation_steps": 3}},
+    "lora": {"adapter": {"type": "lora"}},
+    "compiled": {"training": {"compile": True}},
+    "hf": {"framework": "hf"},
+    "lightning": {"framework": "lightning"},
+    "muon": {"optimizer": {"type": "muon"}},
+}
+
+
+@on_gpu
+@pytest.mark.parametrize(("kind", "sections"), RUNS.items(), ids=RUNS)
+def test_on_a_gpu_losses_have_the_bits_of_a_run_without(output, kind, sections, caplog):
+    if "adapter" in sections:
+        sections = {**sections, "model": {"name": str(save_pretrained(output / "pretrained")), "dtype": "bfloat16"}}
+    training = {"deterministic": "compile" not in sections.get("training", {}), **sections.get("training", {})}
+    without, with_graphs = (
+        make_spec(output, f"{kind}-graphs-{on}".lower(), **{**sections, "training": {**training, "cuda_graphs": on}})
+        for on in (False, True)
+    )
+    train_spec(without)
+    with caplog.at_level("INFO"):
+        train_spec(with_graphs)
+    assert "CUDA graphs: on" in caplog.text
+    assert curve(with_graphs) == curve(without)
+
+
+@on_gpu
+def test_on_a_gpu_a_resumed_run_has_the_same_bits(output):
+    spec = make_spec(output, "resumed", training={"deterministic": True})
+    train_spec(spec)
+    whole = curve(spec)
+    train_spec(spec, STEPS // 2)
+    assert curve(spec, 1) == whole[STEPS // 2 :]
+
+
+@on_gpu
+def test_on_a_gpu_the_weights_memory_may_be_replaced(output, monkeypatch):
+    """Graphs read addresses: new memory needs new graphs."""
+    spec = make_spec(output, "moved", training={"deterministic": True})
+    train_spec(spec)
+    whole, replay = curve(spec), cuda_graphs._Graphs.loss
+    moved = []
+
+    def move(graphs, batch, items, *, accumulates):
+        result = replay(graphs, batch, items, accumulates=accumulates)
+        if len(moved) < 2:
+            moved.append([p.data for p in graphs.gradients])
+            for parameter in graphs.gradients:
+                parameter.data = parameter.data.clone()
+        return result
+
+    monkeypatch.setattr(cuda_graphs._Graphs, "loss", move)
+    other = spec.model_copy(update={"name": "moved-often"})
+    train_spec(other)
+    assert len(moved) == 2
+    assert curve(other) == whole
+
+
+@on_gpu
+def test_on_a_gpu_a_failed_capture_trains_without(output, monkeypatch, caplog):
+    def fail(*arguments):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(cuda_graphs._Graphs, "capture", fail)
+    monkeypatch.setattr(cuda_graphs, "_HOST_BOUND", 0.0)
+    spec = make_spec(output, "failed", training={"cuda_graphs": "auto"})
+    assert train_spec(spec).status == "complete"
+    assert "off, because a micro-batch was not captured: operation not permitted" in caplog.text
