@@ -117,8 +117,12 @@ class ImageProcessor:
 
     def replacements(self, pictures: list[Image.Image]) -> list[str]:
         """The text that stands for each picture of a chat in place of the placeholder."""
+        # The tokenizer, which encodes all rows, would remember a padding.
         encoded = self._processor(
-            images=[pictures], text=[self.placeholder * len(pictures)], return_text_replacement_offsets=True
+            images=[pictures],
+            text=[self.placeholder * len(pictures)],
+            padding=False,
+            return_text_replacement_offsets=True,
         )
         found = [str(one["replacement"]) for one in encoded["text_replacement_offsets"][0]]
         assert len(found) == len(pictures)

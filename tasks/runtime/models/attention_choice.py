@@ -50,6 +50,8 @@ def _class_of(config: PretrainedConfig) -> Any:
 
 
 def _supports(config: PretrainedConfig, implementation: str) -> bool:
-    """Whether the class says that it has `sdpa` or `flash_attn`. An unknown class answers when it is built."""
-    cls = _class_of(config)
-    return cls is None or bool(getattr(cls, f"_supports_{implementation}", False))
+    """Whether the class says that it has `sdpa` or `flash_attn`, and that of its language model, such as Gemma 2's in
+    PaliGemma. An unknown class answers when it is built.
+    """
+    classes = {_class_of(config), _class_of(config.get_text_config())} - {None}
+    return all(bool(getattr(cls, f"_supports_{implementation}", False)) for cls in classes)

@@ -35,6 +35,7 @@ from tasks.runtime.data.tokenizer import read_tokenizer, with_added_tokens
 from tasks.runtime.models.activation_checkpointing import checkpoint_activations
 from tasks.runtime.models.attention_choice import choose_attention, missing_sdpa, unsupported_attention
 from tasks.runtime.models.custom_code import register_custom_code
+from tasks.runtime.models.image_masks import mask_images
 from tasks.runtime.models.pretrained import load_pretrained, readable
 from tasks.runtime.models.recurrent_layers import isolate_sequences
 from tasks.runtime.models.score_head import class_of, head_of, options_of, scores
@@ -199,6 +200,7 @@ def support_packed_rows(model: PreTrainedModel) -> None:
     """Make `model` keep the sequences of a packed row apart where its family does not. Changes it in place."""
     isolate_sequences(model)
     mask_sequences(model)
+    mask_images(model)
 
 
 def use_no_cache(model: PreTrainedModel) -> None:

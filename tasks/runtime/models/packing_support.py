@@ -68,6 +68,7 @@ def require_planned_packing_support(spec: RunSpec) -> None:
     A configuration of which no small model can be built is left to the real one.
     """
     config = load_config(spec.model)
+    _require_positions_of_sequences(config, spec)
     if _shares_rows(spec.data, spec.objective) and config.model_type not in SUPPORTS_PACKING:
         small = _small_model(config)
         if small is not None:
@@ -101,6 +102,18 @@ def require_packing_support(model: PreTrainedModel, spec: RunSpec) -> None:
         f"data.packing is true, but model.name {spec.model.name!r} does not support packed rows: {why}; set "
         "data.packing to false"
     )
+
+
+def _require_positions_of_sequences(config: PretrainedConfig, spec: RunSpec) -> None:
+    """Raises ValueError if layers scale attention by places in a row, as Llama 4's do from `floor_scale` on."""
+    text = config.get_text_config()
+    least = getattr(text, "floor_scale", None) if getattr(text, "attn_temperature_tuning", False) else None
+    if least is not None and _shares_rows(spec.data, spec.objective) and spec.data.sequence_length >= least:
+        raise ValueError(
+            f"data.sequence_length {spec.data.sequence_length}: model.name {spec.model.name!r} scales attention by "
+            f"places in a row, not in its sequences, from {least} on (floor_scale); set data.sequence_length to at "
+            f"most {least - 1}, or data.packing to false"
+        )
 
 
 def _shares_rows(data: Data, objective: Objective) -> bool:

@@ -32,24 +32,24 @@ from tasks.runtime.data.dataset import (
 )
 from tasks.runtime.data.image_files import open_picture
 from tasks.runtime.data.image_processor import ImageProcessor, saved_processor
+from tasks.runtime.models.image_masks import sees_later_tokens, types_are_prompts
 
 if TYPE_CHECKING:
     from PIL import Image
 
-# Whether a token is of an image, under the names of different families.
+# Whether a token is of an image, or of an answer, under the names of different families.
 _TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
 IMAGE_PACKING = frozenset((
-    "glm4v", "idefics3", "internvl", "llava", "llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl",
-    "qwen3_vl_moe",
+    "gemma3", "gemma4", "glm4v", "idefics3", "internvl", "llama4", "llava", "llava_onevision", "mistral3", "paligemma",
+    "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
 ))  # fmt: skip
 """Families that are known to keep the sequences of a packed row apart, with their images."""
 
 
 _UNSUPPORTED = {
     "mllama": "attends to images by masks that are not made here",
-    "paligemma": "attends to prompts in both directions, which is not done here",
 }
 
 
@@ -96,6 +96,11 @@ def require_image_support(spec: RunSpec, data: PreparedData) -> None:
             f"are known to be kept apart in {', '.join(sorted(IMAGE_PACKING))} only; "
             f"{'set data.packing to false' if packing else 'choose one of these'}"
         )
+    if spec.model.attention.startswith("flash") and sees_later_tokens(config):
+        raise ValueError(
+            f"model.attention {spec.model.attention!r}: {config.model_type} attends to later tokens of an image or a "
+            "prompt, which flash attention does not; set model.attention to 'auto'"
+        )
     for ways, field in ((spec.parallel.context_parallel, "context"), (spec.parallel.tensor_parallel, "tensor")):
         if ways > 1:
             raise ValueError(
@@ -126,7 +131,7 @@ def with_model_inputs(
         processor = saved_processor(data.folder / TOKENIZER, data.tokenizer())
         assert processor is not None, f"{data.folder} has images and no processor"
     rope_index = base.model.get_rope_index if has_rope_index(base) else None
-    if processor is None and rope_index is None:
+    if processor is None and rope_index is None and not types_are_prompts(base.config):
         return collate
     return _Collator(collate, base, processor, rope_index)
 
@@ -146,6 +151,7 @@ class _Collator:
     ) -> None:
         self._collate, self._processor, self._rope_index = collate, processor, rope_index
         self._dtype = model.dtype
+        self._prompts = types_are_prompts(model.config)
         self._blank: tuple[Tensor, Tensor] | None = None
         self._accepted = set(inspect.signature(original_class(model).forward).parameters)
         self._rope_takes = set(inspect.signature(rope_index).parameters) if rope_index else set()
@@ -166,7 +172,9 @@ class _Collator:
             if name in self._accepted:
                 floating = isinstance(tensor, Tensor) and tensor.is_floating_point()
                 batch[MODEL_INPUT + name] = tensor.to(self._dtype) if floating else tensor
-        if self._processor is not None:
+        if self._prompts:
+            batch[MODEL_INPUT + "token_type_ids"] = answers(batch["labels"], batch["position_ids"])
+        elif self._processor is not None:
             stands = self._types(batch["input_ids"])
             batch |= {MODEL_INPUT + name: stands for name in _TYPES if name in self._accepted}
         return batch
@@ -222,6 +230,14 @@ class _Collator:
         return positions[:, 0]
 
 
+def answers(labels: Tensor, position_ids: Tensor) -> Tensor:
+    """[B, T]: 0 for the tokens of a sequence before its first label, and 1 from there on."""
+    places = torch.arange(labels.shape[1])
+    begins = places - position_ids
+    # The latest label so far lies in the sequence.
+    return ((places * (labels != IGNORE_INDEX)).cummax(dim=1).values > begins).long()
+
+
 def _pictures_of(row: Row) -> list[list[Image.Image]]:
     """The pictures of each document of a row that has some."""
     if "images" not in row:
@@ -236,6 +252,8 @@ def sample_inputs(processor: ImageProcessor, model: PreTrainedModel, ids: Tensor
     accepted = set(inspect.signature(original_class(unwrap(model)).forward).parameters)
     inputs = processor.inputs([[open_picture(image) for image in images]])
     stands = torch.isin(ids.cpu(), torch.tensor(processor.image_ids)).long()
+    if types_are_prompts(model.config):
+        stands = torch.zeros_like(stands)
     inputs |= {name: stands for name in _TYPES}
     return {
         name: (tensor.to(model.dtype) if tensor.is_floating_point() else tensor).to(model.device)

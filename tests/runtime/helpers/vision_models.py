@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib.util import find_spec
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -385,6 +386,137 @@ def mistral3(folder, *, hidden=64, seed=0):
     return _saved(folder, Mistral3ForConditionalGeneration, config, processor, seed)
 
 
+def gemma4(folder, *, hidden=64, seed=0):
+    """Of the larger models, whose layers with a window see an image as a whole, with embeddings of each layer."""
+    from transformers import Gemma4Config, Gemma4ForConditionalGeneration
+    from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
+    from transformers.models.gemma4.image_processing_gemma4 import Gemma4ImageProcessor
+    from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+    from transformers.models.gemma4.video_processing_gemma4 import Gemma4VideoProcessor
+
+    names = ("boi", "eoi", "image", "boa", "eoa", "audio")
+    tokenizer = tokenizer_with(("<|video|>",), "<|image|>", **{f"{name}_token": f"<|{name}|>" for name in names})
+    ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in (*names, "video")}
+    sizes = {"patch_size": 2, "pooling_kernel_size": 3, "max_soft_tokens": 70}
+    processor = Gemma4Processor(
+        feature_extractor=Gemma4AudioFeatureExtractor(),
+        image_processor=Gemma4ImageProcessor(**sizes),
+        tokenizer=tokenizer,
+        video_processor=Gemma4VideoProcessor(**sizes),
+        chat_template=tokenizer.chat_template,
+    )
+    rope = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+    }
+    config = Gemma4Config(
+        text_config=text_sizes(
+            tokenizer, hidden, layer_types=["sliding_attention", "full_attention"], sliding_window=32,
+            use_bidirectional_attention="vision", vocab_size_per_layer_input=len(tokenizer),
+            hidden_size_per_layer_input=8, rope_parameters=rope, global_head_dim=hidden // 4,
+        ),
+        vision_config={
+            **TOWER, "num_key_value_heads": 2, "head_dim": 16, "patch_size": 2, "pooling_kernel_size": 3,
+            "position_embedding_size": 64,
+        },
+        **{f"{name}_token_id": ids[name] for name in ("boi", "eoi", "image", "video", "boa", "audio")},
+        eoa_token_index=ids["eoa"],
+    )  # fmt: skip
+    return _saved(folder, Gemma4ForConditionalGeneration, config, processor, seed)
+
+
+PALIGEMMA = """\
+{%- for message in messages -%}
+{%- if message['content'] is string -%}
+{% if loop.first %}{{ bos_token }}{% endif %}{{ message['content'] }}
+{%- else -%}
+{% for part in message['content'] if part['type'] == 'image' %}<image>{% endfor %}
+{%- if loop.first %}{{ bos_token }}{% endif %}
+{%- for part in message['content'] if part['type'] == 'text' %}{{ part['text'] }}{% endfor %}
+{%- endif -%}
+{{ eos_token if message['role'] == 'assistant' else '\\n' }}
+{%- endfor -%}
+"""
+
+
+def paligemma(folder, *, hidden=64, seed=0, text="gemma2"):
+    """PaliGemma 2; of Gemma's text model with `text="gemma"`."""
+    from transformers import AutoConfig, PaliGemmaConfig, PaliGemmaForConditionalGeneration, SiglipVisionConfig
+    from transformers.models.paligemma.processing_paligemma import PaliGemmaProcessor
+    from transformers.models.siglip.image_processing_siglip import SiglipImageProcessor
+
+    tokenizer = tokenizer_with(("<image>",), "<image>", image_token="<image>")
+    tokenizer.bos_token = "<|im_start|>"
+    images = SiglipImageProcessor(size={"height": 16, "width": 16})
+    images.image_seq_length = 16
+    processor = PaliGemmaProcessor(image_processor=images, tokenizer=tokenizer, chat_template=PALIGEMMA)
+    tokenizer.chat_template = PALIGEMMA
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32, "query_pre_attn_scalar": 16}
+    config = PaliGemmaConfig(
+        text_config=AutoConfig.for_model(text, **text_sizes(tokenizer, hidden, **(kinds if text == "gemma2" else {}))),
+        vision_config=SiglipVisionConfig(**TOWER, image_size=16, vision_use_head=False, projection_dim=hidden),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        projection_dim=hidden,
+        hidden_size=hidden,
+    )
+    return _saved(folder, PaliGemmaForConditionalGeneration, config, processor, seed)
+
+
+def llama4(folder, *, hidden=64, seed=0):
+    from transformers import Llama4Config, Llama4ForConditionalGeneration
+    from transformers.models.llama4.image_processing_llama4 import Llama4ImageProcessor
+    from transformers.models.llama4.processing_llama4 import Llama4Processor
+
+    names = ("image_start", "image_end", "image", "patch", "tile_x_separator", "tile_y_separator")
+    tokenizer = tokenizer_with([f"<|{name}|>" for name in names], "<|image|>")
+    begin, end, patch = tokenizer.convert_tokens_to_ids(["<|image_start|>", "<|image_end|>", "<|patch|>"])
+    processor = Llama4Processor(
+        image_processor=Llama4ImageProcessor(
+            size={"height": 16, "width": 16}, max_patches=4, resize_to_max_canvas=False
+        ),
+        tokenizer=tokenizer,
+        patch_size=4,
+        chat_template=tokenizer.chat_template,
+    )
+    config = Llama4Config(
+        text_config=text_sizes(
+            tokenizer, hidden, intermediate_size_mlp=2 * hidden, num_local_experts=4, interleave_moe_layer_step=2,
+            no_rope_layers=[1, 0], layer_types=["chunked_attention", "full_attention"], attention_chunk_size=32,
+        ),
+        vision_config={
+            **TOWER, "image_size": 16, "vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64,
+            "intermediate_size": 128,
+        },
+        boi_token_index=begin,
+        eoi_token_index=end,
+        image_token_index=patch,
+    )  # fmt: skip
+    return _saved(folder, Llama4ForConditionalGeneration, config, processor, seed)
+
+
+def smolvlm(folder, *, hidden=64, seed=0):
+    from transformers import LlamaConfig, SmolVLMConfig, SmolVLMForConditionalGeneration
+    from transformers.models.smolvlm.image_processing_smolvlm import SmolVLMImageProcessor
+    from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
+    from transformers.models.smolvlm.video_processing_smolvlm import SmolVLMVideoProcessor
+
+    tokenizer = _idefics_tokenizer()
+    processor = SmolVLMProcessor(
+        image_processor=SmolVLMImageProcessor(size={"longest_edge": 32}, max_image_size={"longest_edge": 16}),
+        tokenizer=tokenizer,
+        video_processor=SmolVLMVideoProcessor(size={"longest_edge": 32}, max_image_size={"longest_edge": 16}),
+        image_seq_len=4,
+        chat_template=tokenizer.chat_template,
+    )
+    config = SmolVLMConfig(
+        text_config=LlamaConfig(**text_sizes(tokenizer, hidden)),
+        vision_config={**TOWER, "image_size": 16},
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        scale_factor=2,
+    )
+    return _saved(folder, SmolVLMForConditionalGeneration, config, processor, seed)
+
+
 def _saved(folder, model_class, config, processor, seed):
     torch.manual_seed(seed)
     model = model_class(config)
@@ -398,6 +530,9 @@ FAMILIES = {
     family.__name__: family
     for family in (
         qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, glm4v, gemma3, llava, llava_onevision, idefics3, internvl,
-        pixtral, mistral3,
+        pixtral, mistral3, gemma4, paligemma, llama4,
     )
 }  # fmt: skip
+# Its processor needs this package, for videos.
+if find_spec("num2words"):
+    FAMILIES["smolvlm"] = smolvlm

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Gemma2Config, GemmaConfig, PaliGemmaConfig
 
 from strata_platform.spec.model import Model
 from tasks.runtime.models.attention_choice import choose_attention
@@ -32,6 +32,12 @@ def test_every_way_to_build_a_model_takes_the_same_attention(tmp_path, model_typ
     model = save(tmp_path, model_type)
     built = build_model(model, 0), build_model_on_meta(model), build_planning_model(model, torch.float32)
     assert {made.config._attn_implementation for made in built} == {AUTO[model_type]}
+
+
+def test_a_vision_language_model_takes_what_its_language_model_has(tmp_path):
+    """transformers says that PaliGemma has sdpa, and then that its Gemma 2 has not."""
+    assert choose_attention("auto", PaliGemmaConfig(text_config=Gemma2Config())) == "eager"
+    assert choose_attention("auto", PaliGemmaConfig(text_config=GemmaConfig())) == "sdpa"
 
 
 def test_attention_that_the_class_lacks_is_refused_with_the_way_out(tmp_path):

@@ -12,6 +12,7 @@ from transformers import (
     GPT2Config,
     GptOssConfig,
     GraniteMoeConfig,
+    Llama4TextConfig,
     Mamba2Config,
     MambaConfig,
     Qwen3NextConfig,
@@ -23,6 +24,7 @@ from strata_platform.spec.model import Model
 from tasks.runtime.data.tokenizer import train_tokenizer
 from tasks.runtime.evaluation.evaluate_model import generate
 from tasks.runtime.models.packing_support import (
+    _SMALL,
     SUPPORTS_PACKING,
     _small_model,
     learned_position_count,
@@ -174,3 +176,16 @@ def test_a_configuration_without_a_small_model_is_left_to_the_real_one(tmp_path)
     config = Mamba2Config()
     assert _small_model(config) is None
     require_planned_packing_support(RunSpec.model_validate({"model": folder_of(tmp_path, config)}))
+
+
+@pytest.mark.parametrize(("length", "packing", "refused"), [(15, True, False), (16, True, True), (16, False, False)])
+def test_llama_4_is_packed_while_its_scale_is_one(tmp_path, length, packing, refused):
+    """From `floor_scale` on, it scales attention by the place of a token in the row."""
+    sizes = {name: value for name, value in _SMALL.items() if hasattr(Llama4TextConfig(), name)}
+    Llama4TextConfig(**sizes, floor_scale=16).save_pretrained(tmp_path)
+    spec = RunSpec.model_validate(
+        {"model": {"name": str(tmp_path)}, "data": {"sequence_length": length, "packing": packing}}
+    )
+    message = "scales attention by places in a row.* set data.sequence_length to at most 15, or data.packing to false"
+    with pytest.raises(ValueError, match=message) if refused else nullcontext():
+        require_planned_packing_support(spec)

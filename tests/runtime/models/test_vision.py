@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, PaliGemmaProcessor
 
 from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.kernels import Kernels
@@ -15,7 +15,7 @@ from tasks.runtime.data.dataset import IMAGE_COLUMNS
 from tasks.runtime.data.image_files import open_picture
 from tasks.runtime.data.loader import training_loader
 from tasks.runtime.models.build import build_model
-from tasks.runtime.models.vision import IMAGE_PACKING, with_model_inputs
+from tasks.runtime.models.vision import IMAGE_PACKING, require_image_support, with_model_inputs
 from tasks.runtime.objectives.objective import model_inputs
 from tasks.runtime.objectives.training_step import build_training_step
 from tasks.runtime.process.ranks import Processes
@@ -38,10 +38,14 @@ def rows_of(folder, family):
         "content": [*({"type": "image", "image": f"{image}.png"} for image in images), {"type": "text", "text": text}],
     }
     say = lambda text: {"role": "assistant", "content": text}  # noqa: E731
+    turns = [ask("And this?", 1), say("triangle"), ask("And this?", 2), say("cross")]
+    if family == "paligemma":
+        # Its processor has one question with its answer.
+        turns = [ask("And these?", 1, 2), say("triangle, cross")]
     chats = [
         [ask("What shape is this?", 0), say("circle")],
         [ask("What shape?"), say("none")],
-        [ask("And this?", 1), say("triangle"), ask("And this?", 2), say("cross")],
+        turns,
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
 
@@ -66,12 +70,13 @@ def by_images(data):
     return rows[1], rows[0], rows[2]
 
 
-def plain_loss(folder, row):
-    """The sum of the row's loss, as transformers computes it of the output of its processor; and the gradients."""
-    processor = AutoProcessor.from_pretrained(folder)
-    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
-    content, sizes, _ = (row[name] for name in IMAGE_COLUMNS)
-    images = [open_picture(image.numpy().tobytes()) for image in content.split(sizes.tolist())]
+def inputs_of(processor, images):
+    """What the processor itself makes of the chat with these images."""
+    if isinstance(processor, PaliGemmaProcessor):
+        asked, said = ("What shape is this?", "circle") if len(images) == 1 else ("And these?", "triangle, cross")
+        inputs = processor(text="<image>" * len(images) + asked, images=images, suffix=said, return_tensors="pt")
+        del inputs["labels"]
+        return inputs
     parts = lambda text, count: [*[{"type": "image"}] * count, {"type": "text", "text": text}]  # noqa: E731
     if len(images) == 1:
         chat = [{"role": "user", "content": parts("What shape is this?", 1)},
@@ -81,9 +86,20 @@ def plain_loss(folder, row):
             ("user", "And this?", 1), ("assistant", "triangle", 0), ("user", "And this?", 1), ("assistant", "cross", 0)
         )]  # fmt: skip
     text = processor.apply_chat_template(chat)
-    inputs = processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)
+    return processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)
+
+
+def plain_loss(folder, row):
+    """The sum of the row's loss, as transformers computes it of the output of its processor; and the gradients."""
+    processor = AutoProcessor.from_pretrained(folder)
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    content, sizes, _ = (row[name] for name in IMAGE_COLUMNS)
+    images = [open_picture(image.numpy().tobytes()) for image in content.split(sizes.tolist())]
+    inputs = inputs_of(processor, images)
     ids = inputs["input_ids"][0]
     assert ids[: row["input_ids"].numel()].tolist() == row["input_ids"].tolist()
+    # Llama 4's processor gives bfloat16.
+    inputs = {name: value.float() if value.is_floating_point() else value for name, value in inputs.items()}
     logits = model(**inputs).logits[0, : row["input_ids"].numel() - 1]
     loss = cross_entropy(logits, row["labels"][1:], reduction="sum")
     loss.backward()
@@ -173,6 +189,20 @@ def test_rows_that_attend_by_flash_attention_are_one_row(family):
     flat = model(**model_inputs(with_model_inputs(collate_flat, model, data)(list(rows)))).logits[0]
     row = model(**model_inputs(with_model_inputs(collate, model, data)([packed(rows)]))).logits[0]
     torch.testing.assert_close(flat, row)
+
+
+def test_flash_attention_is_refused_where_only_masks_tell_images(tmp_path):
+    folder = FAMILIES["gemma3"](tmp_path / "model")
+    rows_of(tmp_path, "gemma3")
+    spec = RunSpec.model_validate({
+        "model": {"name": str(folder)},
+        "data": {"source": str(tmp_path / "rows.jsonl"), "packing": False, "validation_fraction": 0},
+    })  # fmt: skip
+    data = prepare(DataRecipe.from_spec(spec, fingerprint(spec)), tmp_path / "data", report=print)
+    require_image_support(spec, data)
+    spec = spec.model_copy(update={"model": spec.model.model_copy(update={"attention": "flash_attention_2"})})
+    with pytest.raises(ValueError, match=r"model\.attention 'flash_attention_2': gemma3 .* set model\.attention to"):
+        require_image_support(spec, data)
 
 
 def test_other_processes_make_the_same_batches(tmp_path):
