@@ -175,6 +175,11 @@ RUNS = (
     _run("8b", 2, optimizer__precision="nearest"),
     _run("8b", 2, recompute="full"),
     _run("8b", 2, recompute="full", adapter__type="lora"),
+    _run("8b", 1, recompute="full", data__sequence_length=32768),
+    *(
+        _run("8b", 1, recompute="full", data__sequence_length=length, training__activation_offloading=True)
+        for length in (32768, 131072)
+    ),
     _run("8b-quarter", 2, **_NF4),
     _run("8b-quarter", 4, recompute="full", **_NF4),
     _run("8b", 2, recompute="full", **_NF4),

@@ -59,7 +59,7 @@ def memory_of(work: Workload) -> Memory:
     gradients = 0.0 if on_host else work.trained_parameters * work.weight_bytes / work.shards
     # All layers share one boolean mask.
     mask = _mask(work)
-    held = mask + shape.layers * kept_by_layer(work)
+    held = mask + shape.layers * kept_by_layer(work) - offloaded_bytes(work)
     working = working_set(work)
     gathered = _gathered(work)
     # Earlier micro-batches leave gradients, and DDP's buckets exist from the start.
@@ -93,6 +93,17 @@ def host_bytes(work: Workload) -> float:
         return 0.0
     gradients = work.trained_parameters * work.weight_bytes / work.shards
     return _weights(work) + gradients + optimizer_bytes(work) / work.shards
+
+
+def offloaded_bytes(work: Workload) -> float:
+    """Bytes of the inputs of recomputed layers that `training.activation_offloading` keeps in host memory.
+
+    The last one stays, and another is on its way while a layer runs backward.
+    """
+    if not work.training.activation_offloading:
+        return 0.0
+    recomputed = -(-work.shape.layers // work.training.recomputed_every)
+    return max(0, recomputed - 2) * _kept_by_recomputed(work)
 
 
 def paged_bytes(work: Workload) -> float:

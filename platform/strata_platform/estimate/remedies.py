@@ -55,6 +55,11 @@ def remedies(spec: RunSpec) -> Iterator[Remedy]:
         for fewer in dict.fromkeys((_largest_divisor(rows, rows - 1), 1)):
             yield Remedy({"training": _spread(rows * passes, fewer)}, "the same rows in a step")
     yield Remedy({"training": {"gradient_checkpointing": "full"}}, "the same losses, about a quarter slower")
+    if not training.compile:
+        away: dict[str, dict[str, Any]] = {
+            "training": {"gradient_checkpointing": "full", "activation_offloading": True}
+        }
+        yield Remedy(away, "the same losses; the inputs of layers are in host memory between the passes")
     rounding = "the same losses but for noise; weights are rounded at random in place of exact master weights"
     yield Remedy({"optimizer": {"precision": "stochastic_rounding"}}, rounding)
     eight = "nearly the same losses; moments of matrices have eight bits; needs the extra bitsandbytes"

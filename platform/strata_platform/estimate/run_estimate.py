@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strata_platform.estimate.gpus import USABLE, Gpu
-from strata_platform.estimate.memory import Memory, host_bytes, memory_of, paged_bytes
+from strata_platform.estimate.memory import Memory, host_bytes, memory_of, offloaded_bytes, paged_bytes
 from strata_platform.estimate.shapes import ModelShape
 from strata_platform.estimate.speed import Time, model_flops, time_of
 from strata_platform.estimate.workload import Workload, with_head_of
@@ -117,6 +117,11 @@ class Estimate:
                     self.spec.optimizer.paged,
                     f"optimizer.paged: {self.paged / 2**30:.1f} GiB of optimizer state on each GPU, which move to the "
                     "host when GPU memory runs out, and then slow down every step",
+                ),
+                (
+                    self.spec.training.activation_offloading,
+                    f"training.activation_offloading: {offloaded_bytes(self.workload) / 2**30:.1f} GiB of pinned host "
+                    "memory for each process; copies are hidden behind layers that take longer, those of long rows",
                 ),
                 (
                     shape.experts > 0,

@@ -70,6 +70,17 @@ def _training(training: Training, data: Data) -> Iterator[Contradiction]:
         "'selective', or leave training.gradient_checkpointing_every out",
     )
     yield Contradiction(
+        training.activation_offloading and training.gradient_checkpointing not in ("full", "selective"),
+        ("training.activation_offloading", "training.gradient_checkpointing"),
+        "offloads the inputs of layers that are recomputed, but training.gradient_checkpointing is "
+        f"'{training.gradient_checkpointing}'; set that to 'full', or training.activation_offloading to false",
+    )
+    yield Contradiction(
+        training.activation_offloading and training.compile,
+        ("training.activation_offloading", "training.compile"),
+        "copies between the passes, which training.compile compiles to one graph; set one of the two to false",
+    )
+    yield Contradiction(
         training.compile and not data.packing,
         ("training.compile", "data.packing"),
         "compiles one graph per row length, but rows differ in length when data.packing is false; set data.packing to "

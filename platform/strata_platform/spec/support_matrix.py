@@ -62,6 +62,7 @@ FEATURES: dict[str, Settings] = {
         f"training.gradient_checkpointing: {name}": {"training": {"gradient_checkpointing": name}}
         for name in ("full", "selective", "per_op")
     },
+    "training.activation_offloading": {"training": {"gradient_checkpointing": "full", "activation_offloading": True}},
     "training.compile": {"training": {"compile": True}},
     "training.cuda_graphs: true": {"training": {"cuda_graphs": True}},
     "training.deterministic": {"training": {"deterministic": True}},

@@ -33,6 +33,11 @@ class Training(Section):
     gradient_checkpointing_every: Annotated[int, Field(ge=2, le=10000), BeforeValidator(number)] | None = Field(
         None, description="Interval of `selective`: one of this many layers is recomputed; by default 2."
     )
+    activation_offloading: Flag = Field(
+        False,
+        description="Keep the inputs of recomputed layers in pinned host memory between the passes, copied while the "
+        "GPU computes: for long rows. Needs `gradient_checkpointing: full` or `selective`; no effect without a GPU.",
+    )
     router_loss: Literal["step", "running"] = Field(
         "step",
         description="Tokens over which the router loss of a mixture counts the use of experts, with "

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from strata_platform.spec.training import Training
+from tasks.runtime.models.activation_offloading import offload_inputs
 from tasks.runtime.models.vision import is_multimodal
 
 # Operators that `per_op` saves because they take long: matrix products and attention. It recomputes all others.
@@ -57,8 +58,11 @@ def checkpoint_activations(model: nn.Module, training: Training) -> None:
     vars(context)["cache_hash"] = "strata " + " ".join(_SAVED)
     options = {"context_fn": context} if training.gradient_checkpointing == "per_op" else {}
     layers = transformer_layers(model, "training.gradient_checkpointing", "'none'")
-    for layer in layers[:: training.recomputed_every]:
+    recomputed = layers[:: training.recomputed_every]
+    for layer in recomputed:
         _set_forward(layer, partial(checkpoint, layer.forward, use_reentrant=False, **options))
+    if training.activation_offloading:
+        offload_inputs(recomputed)
 
 
 def compile_layers(model: nn.Module, training: Training) -> None:

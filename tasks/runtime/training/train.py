@@ -438,6 +438,8 @@ def _log_summary(run: Session, step: TrainingStep, steps: int, resume_from: Path
             log.info(line)
     if run.spec.optimizer.paged and run.processes.device.type == "cpu":
         log.warning("optimizer.paged has no effect without a GPU: moments are in ordinary memory")
+    if run.spec.training.activation_offloading and run.processes.device.type == "cpu":
+        log.warning("training.activation_offloading has no effect without a GPU: activations are in host memory")
     if step.varlen:
         log.info("attention: varlen, without masks")
     if recurrent := recurrent_layers(model):

@@ -31,8 +31,11 @@ def recomputation(subject: Subject) -> Measured:
     """Check the spec's activation checkpointing, or `full` if it has none."""
     asked = subject.spec.training.gradient_checkpointing
     kind = "full" if asked == "none" else asked
-    every = subject.spec.training.gradient_checkpointing_every
-    training = {"gradient_checkpointing": kind, "gradient_checkpointing_every": every}
+    training = {
+        "gradient_checkpointing": kind,
+        "gradient_checkpointing_every": subject.spec.training.gradient_checkpointing_every,
+        "activation_offloading": subject.spec.training.activation_offloading,
+    }
     seen = first_step(_spec(subject, training=training), subject.data)
     return against_exact(subject, seen, f"gradient_checkpointing {kind}")
 
@@ -48,6 +51,7 @@ def _spec(subject: Subject, *, training: dict[str, Any] | None = None, **changes
     off = {
         "gradient_checkpointing": "none",
         "gradient_checkpointing_every": None,
+        "activation_offloading": False,
         "compile": False,
         "cuda_graphs": False,
     }
