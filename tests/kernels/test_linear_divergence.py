@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from strata_kernels import linear_jsd, linear_kl_div, linear_topk_kl_div
-from strata_kernels.ops.head import head_pass
+from strata_kernels.ops.head import head_pass, memory
+from strata_kernels.ops.linear_divergence import row_divergences
 from tests.kernels.test_divergence import hold_loss, log_probs, plain, reduced
 
 # The interpreter's NumPy warns of lanes whose results are masked.
@@ -120,6 +121,43 @@ def test_topk_matches_fp64(options, shape, dtype, device, compare_trained, poiso
         ),
         torchs, given.student,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [29, 48], ids=["panels in dW", "panels beside it"])
+@pytest.mark.parametrize("name", ["jsd", "topk"])
+def test_chunks_round_a_16_bit_gradient_of_weight_once(name, rows, device, monkeypatch, poisoned) -> None:
+    """Ten chunks are as one of all rows, whose products alone PyTorch would round as well."""
+    if INTERPRETED:
+        pytest.skip("the interpreter computes bf16 wrongly")
+    monkeypatch.setattr(memory, "_PANEL_COLUMNS", 64)
+    given = Problem(rows, 300, 32, 12, device, torch.bfloat16)
+    plans, plan = [], memory.plan_chunks
+    monkeypatch.setattr(row_divergences, "plan_chunks", lambda *a, **o: plans.append(plan(*a, **o)) or plans[-1])
+    found = []
+    for budget in (8 * 2 * 320 * 2, 2**30):
+        leaves = [t.detach().requires_grad_() for t in given.student]
+        loss = everything(given)[name](*leaves, chunk_bytes=budget)
+        found.append([loss, *torch.autograd.grad(loss, leaves)])
+    assert plans[0].panels_size is not None and plans[0].chunk_rows < rows / 2
+    assert plans[1].panels_size is None and not plans[1].fp32_dw
+    for chunked, whole in zip(*found, strict=True):
+        # Only the order in which fp32 sums go differs.
+        assert (chunked.double() - whole.double()).abs().max() <= 2**-7 * whole.double().abs().max() / 2
+
+
+def test_a_large_head_takes_less_than_two_gibibytes() -> None:
+    """Student and teacher of 4096 rows with 128256 classes: dW, dx, both logits and what no panel of dW holds."""
+    x = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
+    plan = memory.plan_chunks(x, torch.Size((128256, 4096)), True, True, 2**30, tensors=2)
+    assert not plan.fp32_dw and plan.panels_size is not None
+    assert 2 * (128256 * 4096 + 4096 * 4096 + 2 * plan.buffer_size + plan.panels_size) < 1.75 * 2**30
+    # Twice as many rows as features take no more than chunks and an fp32 sum; still more rows take that sum.
+    twice, many = (
+        memory.plan_chunks(x.new_empty(rows, 4096), torch.Size((128256, 4096)), True, True, 2**30, tensors=2)
+        for rows in (8192, 16384)
+    )
+    assert twice.panels_size is not None and 2 * (2 * twice.buffer_size + twice.panels_size) < 2**30 + 2 * 128256 * 4096
+    assert many.fp32_dw and many.panels_size is None
 
 
 def test_topk_of_all_tokens_is_the_divergence(device, gradients) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._launch import accumulator
 from ..cross_entropy.row_statistics import Statistics
-from .memory import ColumnPlan, Plan, WeightGradient, add_product, logits_view, place_panels
+from .memory import ColumnPlan, Plan, WeightGradient, add_product, copy_rows, logits_view, place_panels
 from .vocabulary_parallel import VocabularyShard, wait_all
 
 # Columns of logits whose statistics are computed while they are in the L2 of an H200: 4096 rows of them are 32 MiB.
@@ -92,9 +92,15 @@ class HeadPass:
             return self._results()
         return self.run_chunks(loss, plan.chunk_rows, buffer)
 
-    def run_chunks(self, loss: RowLoss, chunk_rows: int, buffer: Tensor) -> HeadGradients:
-        """`chunk_rows` rows at a time, whose logits lie in `buffer`."""
+    def run_chunks(
+        self, loss: RowLoss, chunk_rows: int, buffer: Tensor, panels_size: int | None = None
+    ) -> HeadGradients:
+        """`chunk_rows` rows at a time, whose logits lie in `buffer`.
+
+        With `panels_size`, their gradient stays in panels, in the memory of dW and in a buffer of so many elements.
+        """
         n_rows, columns = self.x.shape[0], slice(0, self.weight.shape[0])
+        panels = [] if panels_size is None else self._panels(self.x.new_empty(panels_size))
         for start in range(0, n_rows, chunk_rows):
             rows = slice(start, min(start + chunk_rows, n_rows))
             z = logits_view(buffer, rows.stop - start, columns.stop)
@@ -103,8 +109,14 @@ class HeadPass:
             if self.wanted.dx:
                 self._dx_of_chunk(z, rows)
                 self._pending += self.shard.start_all_reduce(self.dx[rows])
-            self._add_to_dw_and_db(z, rows, columns)
+            if panels_size is None:
+                self._add_to_dw_and_db(z, rows, columns)
+            for dz, part in panels:
+                copy_rows(dz[rows], z[:, part])
         del buffer
+        while panels:
+            self._add_to_dw_and_db(panels[-1][0], slice(0, n_rows), panels[-1][1])
+            panels.pop()
         return self._results()
 
     def run_columns(self, loss: PartLoss, whole: Statistics, plan: ColumnPlan) -> HeadGradients:
@@ -137,28 +149,31 @@ class HeadPass:
 
     def _run_panels(self, loss: PartLoss, buffer: Tensor) -> None:
         """All rows at once, in panels of the vocabulary that lie in the memory of dW or in the buffer."""
-        assert self.dw is not None
-        n_rows, vocabulary = self.x.shape[0], self.weight.shape[0]
-        rows = slice(0, n_rows)
-        panels, _ = place_panels(n_rows, vocabulary, self.x.shape[1])
-        logits, parts = [], []
-        for panel in panels:
-            memory = (self.dw.scratch() if panel.in_dw else buffer)[panel.offset :]
-            z = logits_view(memory, n_rows, panel.columns.stop - panel.columns.start)
+        rows, panels, parts = slice(0, self.x.shape[0]), self._panels(buffer), []
+        for z, panel in panels:
             for start in range(0, z.shape[1], _L2_COLUMNS):
                 part = z[:, start : start + _L2_COLUMNS]
-                first = panel.columns.start + start
+                first = panel.start + start
                 columns = slice(first, first + part.shape[1])
                 self._compute_logits(part, rows, columns)
                 parts.append(loss.statistics(part, rows, columns))
-            logits.append(z)
         whole = loss.store(rows, parts)
-        for z, panel in zip(logits, panels, strict=True):
-            loss.overwrite(z, rows, panel.columns, whole)
+        for z, panel in panels:
+            loss.overwrite(z, rows, panel, whole)
         if self.wanted.dx:
-            self._dx_of_panels(logits, [panel.columns for panel in panels])
-        for z, panel in reversed(list(zip(logits, panels, strict=True))):
-            self._add_to_dw_and_db(z, rows, panel.columns)
+            self._dx_of_panels(panels)
+        for z, panel in reversed(panels):
+            self._add_to_dw_and_db(z, rows, panel)
+
+    def _panels(self, buffer: Tensor) -> list[tuple[Tensor, slice]]:
+        """[N, columns] for all rows, in the memory of dW or in the buffer, and their columns of the vocabulary."""
+        assert self.dw is not None
+        (n_rows, hidden), scratch = self.x.shape, self.dw.scratch()
+        panels, _ = place_panels(n_rows, self.weight.shape[0], hidden)
+        return [
+            (logits_view((scratch if panel.in_dw else buffer)[panel.offset :], n_rows, panel.width), panel.columns)
+            for panel in panels
+        ]
 
     def _compute_logits(self, z: Tensor, rows: slice, columns: slice) -> None:
         logits_into(z, self.x[rows], self.weight[columns], None if self.bias is None else self.bias[columns])
@@ -179,14 +194,14 @@ class HeadPass:
             part = slice(columns.start + start, min(columns.start + start + step, columns.stop))
             add_product(total, dz[:, start : start + step], self.weight[part], first=part.start == 0)
 
-    def _dx_of_panels(self, panels: list[Tensor], columns: list[slice]) -> None:
+    def _dx_of_panels(self, panels: list[tuple[Tensor, slice]]) -> None:
         """dx = Σ dz W over the panels, in the dtype of the losses, some rows at a time."""
         n_rows, hidden = self.x.shape
         step = max(_DX_BYTES // (hidden * self._wide.itemsize) // 128 * 128, 128)
         for start in range(0, n_rows, step):
             rows = slice(start, min(start + step, n_rows))
             total = self.x.new_empty(rows.stop - start, hidden, dtype=self._wide)
-            for dz, part in zip(panels, columns, strict=True):
+            for dz, part in panels:
                 add_product(total, dz[rows], self.weight[part], first=part.start == 0)
             self.dx[rows].copy_(total)
             self._pending += self.shard.start_all_reduce(self.dx[rows])

@@ -10,7 +10,8 @@ panels that have been multiplied already. This memory holds the logits of as man
 that do not fit lie in a buffer beside it.
 
 Chunks of rows: they take turns in the buffer. The first half of an fp32 dW lies in the memory of the 16-bit result, so
-that the sum is converted in place.
+that the sum is converted in place. Where a loss needs whole rows, and more than the student's logits of them, its
+gradient may move from the buffer into panels: then no product for dW is added to another one, and dW needs no fp32.
 
 Columns: where the statistics of the rows are known from an earlier pass, no column needs another one. All rows of some
 columns at a time take turns in the buffer, each product for dW is final, and dx is summed in fp32.
@@ -60,6 +61,11 @@ class Panel:
     in_dw: bool
     offset: int
 
+    @property
+    def width(self) -> int:
+        """The number of columns."""
+        return int(self.columns.stop - self.columns.start)
+
 
 @cache
 def plan_rows(
@@ -80,12 +86,42 @@ def plan_rows(
     return Plan(False, chunk_rows, round_once and n_rows > chunk_rows, min(chunk_rows, n_rows) * row)
 
 
-def plan_chunks(x: Tensor, shape: torch.Size, weight_grad: bool, exact: bool, chunk_bytes: int) -> Plan:
-    """The plan of chunks of rows alone, for x [N, H] and weight of this shape, [V, H]."""
-    n_rows, row = x.shape[0], padded_width(shape[0])
-    most = max(chunk_bytes // (row * x.itemsize), 1)
-    rows = max(min(n_rows, _chunk_rows(n_rows, shape[1], most)), 1)
-    return Plan(False, rows, exact and weight_grad and x.itemsize == 2 and n_rows > rows, min(rows, n_rows) * row)
+@dataclass(frozen=True)
+class ChunkPlan:
+    """How the rows are processed by a loss that needs whole ones.
+
+    Attributes:
+        chunk_rows: rows of a chunk.
+        fp32_dw: whether a 16-bit dW accumulates in fp32.
+        buffer_size: elements of each of the buffers for a chunk's logits.
+        panels_size: elements of the buffer for panels of the gradient beside dW; None where there are no panels.
+    """
+
+    chunk_rows: int
+    fp32_dw: bool
+    buffer_size: int
+    panels_size: int | None
+
+
+def plan_chunks(
+    x: Tensor, shape: torch.Size, weight_grad: bool, exact: bool, chunk_bytes: int, tensors: int = 1
+) -> ChunkPlan:
+    """The plan for x [N, H] and weight of this shape, [V, H], where so many tensors of logits take `chunk_bytes`.
+
+    For an exact 16-bit dW, panels take no more than accumulating in fp32 would.
+    """
+    n_rows, (vocabulary, hidden), row = x.shape[0], shape, padded_width(shape[0]) * x.itemsize
+    rows = max(_chunk_rows(n_rows, hidden, max(chunk_bytes // (tensors * row), 1)), 1)
+    round_once = exact and weight_grad and x.itemsize == 2 and n_rows > rows
+    panels_size = None
+    if round_once and vocabulary > _PANEL_COLUMNS:
+        size = place_panels(n_rows, vocabulary, hidden)[1]
+        beside = size * x.itemsize
+        if beside <= chunk_bytes // 2 + vocabulary * hidden * x.itemsize:
+            left = max(chunk_bytes - beside, chunk_bytes // 2)
+            rows, panels_size = max(_chunk_rows(n_rows, hidden, max(left // (tensors * row), 1)), 1), size
+    buffer_size = min(rows, n_rows) * padded_width(vocabulary)
+    return ChunkPlan(rows, round_once and panels_size is None, buffer_size, panels_size)
 
 
 def _chunk_rows(n_rows: int, hidden: int, max_rows: int) -> int:
@@ -218,3 +254,10 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 def logits_view(memory: Tensor, n_rows: int, width: int) -> Tensor:
     """Logits [n_rows, width] at the start of `memory`, with rows padded for the kernel."""
     return memory[: n_rows * padded_width(width)].view(n_rows, padded_width(width))[:, :width]
+
+
+def copy_rows(to: Tensor, of: Tensor) -> None:
+    """Copy logits in 16 bits between two views of `logits_view`; PyTorch copies rows that are apart one by one."""
+    if of.shape[1] % 4 == 0:
+        to, of = to.view(torch.int64), of.view(torch.int64)
+    to.copy_(of)

@@ -123,8 +123,8 @@ def linear_jsd(
         num_items: divisor of "mean" instead of the number of rows that count. A tensor is not read by the host.
         max_targets: upper bound of the rows that count: only so many are multiplied. If there are more, the result and
             its gradients are NaN.
-        accumulate: "exact" sums a 16-bit gradient of weight in fp32 where it takes several chunks, in 2·V·H bytes more;
-            "lean" rounds after every chunk of rows.
+        accumulate: "exact" rounds a 16-bit gradient of weight once: its chunks are kept for one product, in the memory
+            of that gradient, or summed in fp32, in up to 2·V·H bytes more. "lean" rounds after every chunk of rows.
         chunk_bytes: bytes of both logits at a time; by default 1 GiB, on a CPU 16 MiB.
 
     Returns:

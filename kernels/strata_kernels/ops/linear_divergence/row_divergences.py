@@ -41,11 +41,11 @@ def divergences_and_gradients(
 ) -> tuple[Tensor, HeadGradients]:  # fmt: skip
     """(divergences [N], gradients of their sum weighted by scale [N]); x [N, H], weight [V, H], target [N]."""
     # Both logits are there at a time.
-    plan = plan_chunks(x, weight.shape, settings.wanted.dw, settings.exact, settings.chunk_bytes // 2)
+    plan = plan_chunks(x, weight.shape, settings.wanted.dw, settings.exact, settings.chunk_bytes, tensors=2)
     loss = x.new_empty(x.shape[0], dtype=accumulator(x.dtype))
     taken = _Divergence(target, teacher, scale, form, settings.wanted.any, loss, x.new_empty(plan.buffer_size))
     run = HeadPass(x, weight, bias, unsharded(weight.shape[0]), settings.wanted, fp32_dw=plan.fp32_dw)
-    return loss, run.run_chunks(taken, plan.chunk_rows, x.new_empty(plan.buffer_size))
+    return loss, run.run_chunks(taken, plan.chunk_rows, x.new_empty(plan.buffer_size), plan.panels_size)
 
 
 class _Divergence:
@@ -76,7 +76,7 @@ def topk_and_gradients(
     loss = x.new_empty(x.shape[0], dtype=accumulator(x.dtype))
     taken = _TopK(target, tokens, log_probs, scale, options, settings.wanted.any, loss)
     run = HeadPass(x, weight, bias, unsharded(weight.shape[0]), settings.wanted, fp32_dw=plan.fp32_dw)
-    return loss, run.run_chunks(taken, plan.chunk_rows, x.new_empty(plan.buffer_size))
+    return loss, run.run_chunks(taken, plan.chunk_rows, x.new_empty(plan.buffer_size), plan.panels_size)
 
 
 class _TopK:
