@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +25,17 @@ from tasks.runtime.data.context_shards import cu_seqlens
 from tasks.runtime.data.dataset import Batch, Row
 from tasks.runtime.models.attention_choice import choose_attention
 from tasks.runtime.models.build import compute_dtype
+from tasks.runtime.models.image_masks import sees_later_tokens
 from tasks.runtime.models.packing_support import SUPPORTS_PACKING
+from tasks.runtime.models.vision import IMAGE_PACKING, is_multimodal
 
 _NAME = "strata_documents"
+# Language models of vision-language families, beside those of `SUPPORTS_PACKING`.
+_IN_MULTIMODAL = frozenset((
+    "glm4v_text", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text",
+))  # fmt: skip
+VARLEN_INPUTS = ("sequence_starts", "cu_seqlens", "max_seqlen")
+"""What `with_cu_seqlens` adds to a batch."""
 # The smallest `max_seqlen`. Flash attention starts a program for each block of that many queries.
 _MIN_SEQLEN = 128
 # Newer versions of PyTorch need this argument; older ones derive it from the shapes.
@@ -37,7 +46,8 @@ def uses_varlen(settings: Model, parallel: Parallel, config: PretrainedConfig, d
     """Whether training uses varlen attention with these sections, model configuration and device. If so, batches need
     `cu_seqlens`.
 
-    True for families that are known to support packing, on a GPU in bfloat16, in place of `sdpa`.
+    True for families that are known to support packing, on a GPU in bfloat16, in place of `sdpa`. Of a vision-language
+    model, the language model attends so.
     """
     return (
         _has_flash(device)
@@ -45,8 +55,20 @@ def uses_varlen(settings: Model, parallel: Parallel, config: PretrainedConfig, d
         and compute_dtype(settings, parallel) == torch.bfloat16
         # Context parallelism has an attention function of its own.
         and parallel.context_parallel == 1
-        and config.model_type in SUPPORTS_PACKING
-        and unsupported_reason(config) is None
+        and _known_family(config)
+        and unsupported_reason(config.get_text_config()) is None
+    )
+
+
+def _known_family(config: PretrainedConfig) -> bool:
+    """Whether a test shows that the sequences of a packed row need no mask to be kept apart."""
+    if not is_multimodal(config):
+        return config.model_type in SUPPORTS_PACKING
+    language = config.get_text_config().model_type
+    return (
+        config.model_type in IMAGE_PACKING
+        and not sees_later_tokens(config)
+        and language in SUPPORTS_PACKING | _IN_MULTIMODAL
     )
 
 
@@ -76,19 +98,53 @@ def set_varlen_attention(model: PreTrainedModel) -> None:
     """Make the attention of `model` varlen. Its batches need the inputs of `with_cu_seqlens`."""
     # transformers makes no mask for an attention name without a registered mask function.
     AttentionInterface.register(_NAME, _attention)
-    model.set_attn_implementation(_NAME)
+    _attending(model).set_attn_implementation(_NAME)
+    if is_multimodal(model.config):
+        _pass_by_tower(model)
+
+
+def _attending(model: PreTrainedModel) -> PreTrainedModel:
+    """What attends to texts: of a vision-language model, the language model without its tower."""
+    decoder: PreTrainedModel = model.get_decoder()
+    return decoder if is_multimodal(model.config) else model
+
+
+def _pass_by_tower(model: PreTrainedModel) -> None:
+    """Give the inputs of varlen attention to the language model alone: towers have a `cu_seqlens` of their own."""
+    decoder = model.get_decoder()
+    if any(isinstance(getattr(hook, "__self__", None), _Passed) for hook in decoder._forward_pre_hooks.values()):
+        return
+    passed = _Passed()
+    model.register_forward_pre_hook(passed.take, with_kwargs=True)
+    model.base_model.register_forward_pre_hook(passed.take, with_kwargs=True)
+    decoder.register_forward_pre_hook(passed.give, with_kwargs=True)
+
+
+@dataclass
+class _Passed:
+    inputs: Batch = field(default_factory=dict)
+
+    def take(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """A hook before the forward pass of the whole model."""
+        self.inputs |= {name: kwargs[name] for name in VARLEN_INPUTS if name in kwargs}
+        return args, {name: value for name, value in kwargs.items() if name not in self.inputs}
+
+    def give(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """A hook before that of the language model."""
+        inputs, self.inputs = self.inputs, {}
+        return args, {**kwargs, **inputs}
 
 
 def has_varlen_attention(model: PreTrainedModel) -> bool:
     """Whether the attention of `model` is varlen."""
-    return bool(model.config._attn_implementation == _NAME)
+    return bool(_attending(model).config._attn_implementation == _NAME)
 
 
 @contextmanager
 def plain_attention(model: PreTrainedModel, *, varlen: bool) -> Iterator[None]:
     """Inside the block, `model` attends without the inputs of `with_cu_seqlens`, as generation calls it."""
     if varlen:
-        model.set_attn_implementation("sdpa")
+        _attending(model).set_attn_implementation("sdpa")
     try:
         yield
     finally:

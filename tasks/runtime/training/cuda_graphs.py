@@ -26,6 +26,7 @@ from strata_platform.spec.training import Training
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import Batch
 from tasks.runtime.models.recurrent_layers import recurrent_layers
+from tasks.runtime.models.vision import is_multimodal
 from tasks.runtime.objectives.objective import MicroBatchLoss, Objective, ObjectiveContext
 from tasks.runtime.objectives.training_step import TrainingStep
 from tasks.runtime.process.ranks import Processes
@@ -74,6 +75,7 @@ def unsupported_reason(step: TrainingStep, spec: RunSpec, processes: Processes) 
         "attention runs with masks, for which the host waits": not step.varlen,
         f"{', '.join(dropout)} of the model's config draws random numbers": bool(dropout),
         "the model has recurrent layers, whose sizes the host reads": bool(recurrent_layers(step.model)),
+        "the model also takes other input than text, of other sizes in each batch": is_multimodal(config),
         "the model is a mixture of experts": _has_experts(step.model),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

@@ -15,6 +15,13 @@ from tasks.runtime.data.dataset import IMAGE_COLUMNS
 from tasks.runtime.data.image_files import open_picture
 from tasks.runtime.data.loader import training_loader
 from tasks.runtime.models.build import build_model
+from tasks.runtime.models.varlen_attention import (
+    has_varlen_attention,
+    plain_attention,
+    set_varlen_attention,
+    uses_varlen,
+    with_cu_seqlens,
+)
 from tasks.runtime.models.vision import IMAGE_PACKING, require_image_support, with_model_inputs
 from tasks.runtime.objectives.objective import model_inputs
 from tasks.runtime.objectives.training_step import build_training_step
@@ -189,6 +196,39 @@ def test_rows_that_attend_by_flash_attention_are_one_row(family):
     flat = model(**model_inputs(with_model_inputs(collate_flat, model, data)(list(rows)))).logits[0]
     row = model(**model_inputs(with_model_inputs(collate, model, data)([packed(rows)]))).logits[0]
     torch.testing.assert_close(flat, row)
+
+
+def test_packed_chats_train_by_document_as_under_masks(family):
+    """Where masks say no more than which chat a token is of; the tower attends as before."""
+    _, _, spec, data = family
+    model = build_model(spec.model, spec.seed).eval()
+    kind = model.config.model_type
+    in_half = spec.model.model_copy(update={"dtype": "bfloat16"})
+    goes = uses_varlen(in_half, spec.parallel, model.config, torch.device("cuda"))
+    assert goes == (kind in IMAGE_PACKING - {"gemma3", "gemma4", "paligemma", "llama4"})
+    if not goes:
+        return
+    rows = by_images(data)
+    made = with_model_inputs(collate, model, data)
+
+    def gradients(batch):
+        model.zero_grad()
+        loss = model(**model_inputs(batch), labels=batch["labels"]).loss
+        loss.backward()
+        return [loss.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+    for some in ([packed(rows), rows[2]], [rows[0]]):
+        expected = gradients(made(some))
+        set_varlen_attention(model)
+        assert has_varlen_attention(model)
+        found = gradients(with_cu_seqlens(made)(some))
+        with plain_attention(model, varlen=True):
+            assert not has_varlen_attention(model)
+            again = gradients(made(some))
+        model.get_decoder().set_attn_implementation("sdpa")
+        for ours, theirs, masked in zip(found, expected, again, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+            assert torch.equal(masked, theirs)
 
 
 def test_flash_attention_is_refused_where_only_masks_tell_images(tmp_path):

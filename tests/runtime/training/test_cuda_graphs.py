@@ -12,6 +12,7 @@ from tasks.runtime.models.varlen_attention import add_cu_seqlens
 from tasks.runtime.objectives.training_step import build_training_step
 from tasks.runtime.training import cuda_graphs
 from tasks.runtime.training.cuda_graphs import CudaGraphs, pad_sequences, unsupported_reason, with_cuda_graphs
+from tests.runtime.helpers import vision_models
 from tests.runtime.helpers.comparable_runs import curve
 from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_only import train_spec
@@ -122,6 +123,14 @@ def test_the_model_and_the_machine_have_to_support_them(tmp_path, device, change
     assert with_cuda_graphs(step, spec, processes) is step.objective
     with pytest.raises(ValueError, match=rf"{reason}[\s\S]*set training.cuda_graphs to auto"):
         with_cuda_graphs(step, make_spec(tmp_path, "machine"), processes)
+
+
+def test_a_vision_language_model_has_none(tmp_path):
+    vision_models.llava(tmp_path / "model")
+    sections = {"model": {"name": str(tmp_path / "model"), "dtype": "bfloat16"}, "training": {"cuda_graphs": "auto"}}
+    spec = make_spec(tmp_path, "images", **sections)
+    step = build_training_step(build_model(spec.model, spec.seed), spec, torch.device("cuda"))
+    assert "other input than text" in unsupported_reason(step, spec, SimpleNamespace(device=torch.device("cuda")))
 
 
 RUNS = {
