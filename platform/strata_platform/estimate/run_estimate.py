@@ -87,7 +87,7 @@ class Estimate:
             feature
             for used, feature in (
                 (
-                    objective.type == "distill",
+                    objective.type == "distill" and objective.teacher is not None,
                     "objective.type 'distill': the teacher's weights, and its forward pass in every step",
                 ),
                 (

@@ -31,3 +31,14 @@ def _teacher(objective: Distill) -> Iterator[Contradiction]:
         f"set, but objective.divergence '{objective.divergence}' has none; set objective.divergence to 'jsd', or leave "
         "objective.beta out",
     )
+    yield Contradiction(
+        objective.teacher is None and objective.divergence != "forward_kl",
+        ("objective.divergence", "objective.teacher"),
+        f"'{objective.divergence}' needs all of a teacher's distribution, but without objective.teacher the data has "
+        "its likeliest tokens alone; set objective.divergence to 'forward_kl', or objective.teacher",
+    )
+    yield Contradiction(
+        objective.teacher is None and objective.teacher_revision is not None,
+        ("objective.teacher_revision", "objective.teacher"),
+        "set, but objective.teacher is not; leave it out",
+    )

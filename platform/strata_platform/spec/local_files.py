@@ -47,7 +47,7 @@ def local_file_problems(spec: RunSpec) -> Iterator[Problem]:
     for index, task in enumerate(spec.evaluation.tasks):
         if task.endswith((".yaml", ".yml")):
             yield from _missing_file(f"evaluation.tasks[{index}]", task)
-    folders = {"model.name": spec.model.name, "model.tokenizer": spec.model.tokenizer}
+    folders: dict[str, str | None] = {"model.name": spec.model.name, "model.tokenizer": spec.model.tokenizer}
     if isinstance(spec.objective, Distill):
         folders["objective.teacher"] = spec.objective.teacher
     for field, folder in folders.items():

@@ -132,10 +132,17 @@ class Reward(Section):
 
 
 class Distill(Section):
-    """Distillation: match the output distribution of a teacher, a larger model with the same vocabulary."""
+    """Distillation: match the output distribution of a teacher, a larger model with the same vocabulary.
+
+    The teacher is a model that runs in each step, or its log-probabilities are in the data.
+    """
 
     type: Literal["distill"] = Field("distill", description="Learn from a teacher.")
-    teacher: Text = Field(description="Hub id or folder of the teacher, which is frozen.")
+    teacher: Text | None = Field(
+        None,
+        description="Hub id or folder of the teacher, which is frozen. Without one, the data has the log-probabilities "
+        "of its likeliest tokens, in the column `logprobs`; the page Distillation has the forms.",
+    )
     teacher_revision: Text | None = Field(None, description="Commit, tag or branch of a teacher on the Hub.")
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = Field(
         "forward_kl",

@@ -7,7 +7,7 @@ from pydantic import Field
 from strata_platform.spec.data import Data, TrainOn
 from strata_platform.spec.fields import Flag, Section
 from strata_platform.spec.model import PRESETS
-from strata_platform.spec.objectives import PAIRED, Custom
+from strata_platform.spec.objectives import PAIRED, Custom, Distill
 from strata_platform.spec.run_spec import Objective, RunSpec
 
 
@@ -84,6 +84,8 @@ def _same_targets(objective: Objective) -> str:
     """The built-in objective that trains on the same tokens of the same data."""
     if isinstance(objective, Custom):
         return "pretrain" if objective.targets == "all" else "sft"
+    if isinstance(objective, Distill) and objective.teacher is None:
+        return "distill_logprobs"
     return "dpo" if objective.type in PAIRED and objective.type != "reward" else objective.type
 
 

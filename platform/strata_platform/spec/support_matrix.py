@@ -41,6 +41,7 @@ FEATURES: dict[str, Settings] = {
     },
     "objective.type: dpo, adapter.type: lora": {"objective": {"type": "dpo"}, "adapter": {"type": "lora"}},
     "objective.type: distill": {"objective": {"type": "distill", "teacher": "organization/teacher"}},
+    "objective.type: distill, without teacher": {"objective": {"type": "distill"}},
     "objective.type: custom": {"objective": {"type": "custom", "object": "my_package.losses:Focal"}},
     **{
         f"optimizer.type: {name}": {"optimizer": {"type": name}}

@@ -13,11 +13,14 @@ from strata_platform.spec.data import Data
 from strata_platform.spec.objectives import PAIRED
 from tasks.runtime.data.image_messages import image_columns
 from tasks.runtime.data.rows import Row, describe_type, suggestion
+from tasks.runtime.data.token_rows import COLUMN as TOKENS
+from tasks.runtime.data.token_rows import OPTIONAL as BESIDE_TOKENS
 from tasks.runtime.data.tools import COLUMN as TOOLS
 
 # Formats with the fields of `data` that name their columns. The first of a pair's, the prompt, may be missing.
-_FIELDS = {
+_FIELDS: dict[str, tuple[str, ...]] = {
     "text": ("text_column",),
+    "tokens": (),
     "chat": ("messages_column",),
     "prompt_completion": ("prompt_column", "completion_column"),
     "alpaca": ("prompt_column", "completion_column"),
@@ -65,6 +68,8 @@ SHAPES = (
     Shape("preference", ("chosen", "rejected")),
     Shape("text", ("text",)),
     Shape("text", ("content",)),
+    # Tokenized beforehand, as `datasets` and trainers store it.
+    Shape("tokens", (TOKENS,)),
 )
 """What `data.format: auto` recognizes; the first that fits is taken. Under `pretrain` texts come first."""
 
@@ -115,9 +120,14 @@ _MEANINGS: dict[str, _Meaning] = {
         "marks a bad answer, which would be learned as good",
         "set objective.type to 'kto', drop such rows",
     ),
-    "train": _Meaning((*_RAW, *CHATS), _is_negative, "excludes the row from training", "drop such rows"),
-    "weight": _Meaning((*_RAW, *CHATS), _is_other_than_one, "weighs the row", "drop the column"),
-    "mask": _Meaning((*_RAW, *CHATS), _is_given, "says which tokens carry loss", "give messages with weight 0 instead"),
+    "train": _Meaning((*_RAW, *CHATS, "tokens"), _is_negative, "excludes the row from training", "drop such rows"),
+    "weight": _Meaning((*_RAW, *CHATS, "tokens"), _is_other_than_one, "weighs the row", "drop the column"),
+    "mask": _Meaning(
+        (*_RAW, *CHATS, "tokens"),
+        _is_given,
+        "says which tokens carry loss",
+        "give messages with weight 0, or labels of -100, instead",
+    ),
     "images": _Meaning(_RAW, _is_given, "holds images", "give the row as a chat, by data.format 'alpaca' or messages"),
     "functions": _Meaning(CHATS, _is_given, "holds the tools of the chat", f"rename it to {TOOLS!r}"),
     "chat_template_kwargs": _Meaning(CHATS, _is_given, "changes how the chat is rendered", "drop the column"),
@@ -165,6 +175,8 @@ def known_shapes(data: Data) -> str:
 def _named(shape: Shape, data: Data) -> tuple[str, ...]:
     """The shape's columns, under the names that fields of `data` give them."""
     fields = _FIELDS[shape.format][-len(shape.columns) :]
+    if not fields:
+        return shape.columns
     return tuple(getattr(data, field) or column for field, column in zip(fields, shape.columns, strict=True))
 
 
@@ -173,6 +185,9 @@ def _missing(data: Data, objective: str, wanted: list[Shape], present: list[str]
     if objective in PAIRED:
         wanted = [shape for shape in wanted if len(shape.columns) == 2]
     near = min(wanted, key=lambda shape: len(set(shape.columns) - set(present)))
+    if near.format == "tokens":
+        has = f"{', '.join(map(repr, present))}{suggestion(TOKENS, present)}"
+        return f"data.format 'tokens' needs the column {TOKENS!r}, but the data has {has}"
     fields = _FIELDS[near.format][-len(near.columns) :]
     field, column = next(pair for pair in zip(fields, near.columns, strict=True) if pair[1] not in present)
     has = f"{', '.join(map(repr, present))}{suggestion(column, present)}"
@@ -187,6 +202,8 @@ def optional_columns(name: str, columns: Iterable[str], data: Data) -> tuple[str
     """Columns that format `name` reads if they are there, beside its `columns`."""
     if data.template == "alpaca":
         return tuple(column for column in INPUTS if column not in data.ignore_columns and column not in columns)
+    if name == "tokens":
+        return tuple(column for column in BESIDE_TOKENS if column not in data.ignore_columns)
     if name not in CHATS:
         return ()
     found = (*system_columns(data), TOOLS, *image_columns(data))
@@ -205,10 +222,18 @@ class Unread:
 
     read: the columns that the format needs, and those that it reads if they are there.
     score: the column with a number for each row, if the objective reads one.
+    teacher: the columns with a teacher's log-probabilities, if it reads these.
     """
 
-    def __init__(self, name: str, columns: tuple[str, ...], data: Data, score: str | None = None) -> None:
-        self.read = {*columns, *optional_columns(name, columns, data), *((score,) if score else ())}
+    def __init__(
+        self,
+        name: str,
+        columns: tuple[str, ...],
+        data: Data,
+        score: str | None = None,
+        teacher: tuple[str, ...] = (),
+    ) -> None:
+        self.read = {*columns, *optional_columns(name, columns, data), *((score,) if score else ()), *teacher}
         meanings = {**_MEANINGS, **{synonym: _MEANINGS[known] for synonym, known in _SYNONYMS.items()}}
         if data.system_column is not None:
             meanings[data.system_column] = _MEANINGS["system"]

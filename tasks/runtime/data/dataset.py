@@ -19,6 +19,7 @@ from tasks.runtime.data.prepared_manifest import Manifest, Sample, Split
 from tasks.runtime.data.shard_cache import ShardCache, cache_folder
 from tasks.runtime.data.shard_store import ShardStore
 from tasks.runtime.data.shards import Shards
+from tasks.runtime.data.top_columns import TOP_COLUMNS, top_columns, with_one_width
 
 TOKENIZER = "tokenizer"
 SAMPLES = "samples.json"
@@ -67,6 +68,8 @@ class RowDataset(Dataset[Row]):
     scored: `scored` [T], int64, is 1 at the last token of a document that is no padding token, whose hidden state
     transformers scores, and 0 elsewhere; `margin` [T], fp32, is a pair's margin at its first token.
 
+    Data with a teacher's log-probabilities has the columns of `TOP_COLUMNS`.
+
     Documents with scores that are no pairs have `sides` 1 where the score is above 0, and -1 elsewhere. Their rows also
     have columns whose names begin with `mismatched_`: the same prompts with other completions; see `mismatched`.
     """
@@ -102,6 +105,8 @@ class RowDataset(Dataset[Row]):
         bounds = shard["documents"][int(shard["rows"][row]) : int(shard["rows"][row + 1]) + 1]
         begin, end = int(bounds[0]), int(bounds[-1])
         tensors = self._tensors(shard["input_ids"][begin:end].long(), shard["targets"][begin:end], bounds.diff())
+        if TOP_COLUMNS[0] in shard:
+            tensors |= top_columns(shard, begin, end)
         reference = None if self._reference is None else self._reference.for_row(index)
         if "scores" in shard and not self._paired:
             scores = shard["scores"][int(shard["rows"][row]) : int(shard["rows"][row + 1])]
@@ -232,7 +237,7 @@ def _filler(name: str, size: int, like: Tensor, pad_token_id: int) -> Tensor:
     if column == "position_ids":
         return torch.arange(size)
     value = {"labels": IGNORE_INDEX, "input_ids": pad_token_id}.get(column, 0)
-    return torch.full((size,), value, dtype=like.dtype)
+    return torch.full((size, *like.shape[1:]), value, dtype=like.dtype)
 
 
 def document_of(row: Row, number: int) -> Row:
@@ -256,6 +261,7 @@ def collate(batch: list[Row]) -> Batch:
     The token id of the padding does not matter: it has no label, and only padding attends to it.
     """
     _require_no_images(batch)
+    batch = with_one_width(batch)
     longest = max(row["input_ids"].numel() for row in batch)
     rows = [_pad(row, longest - row["input_ids"].numel(), 0) for row in batch]
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
@@ -268,6 +274,7 @@ def collate_flat(batch: list[Row]) -> Batch:
     larger batch a document would attend to the documents before it. transformers: `DataCollatorWithFlattening`.
     """
     _require_no_images(batch)
+    batch = with_one_width(batch)
     return {name: torch.cat([row[name] for row in batch])[None] for name in batch[0]}
 
 

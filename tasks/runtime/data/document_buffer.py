@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from tasks.runtime.data.encode import Encoded
 from tasks.runtime.data.packing import Ints, pack
 from tasks.runtime.data.prepared_manifest import Shard, Split
+from tasks.runtime.data.teacher_columns import TopTokens
 
 # About 84 MB in a file: enough for a fast download, little enough to keep some on any machine.
 SHARD_TOKENS = 1 << 24
@@ -26,17 +27,22 @@ SHARD_TOKENS = 1 << 24
 class DocumentBuffer:
     """Tokenized documents in order of arrival, in temporary files in `folder`. A context manager.
 
-    tokens: of all documents so far. held_tokens, held_image_bytes: of those that `clear` has not removed.
+    tokens: of all documents so far. held_tokens, and held_bytes of images and of a teacher's tokens: of those that
+    `clear` has not removed.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._paths = folder / "ids.spool", folder / "targets.spool", folder / "images.spool"
+        names = ("ids", "targets", "images", "top-ids", "top-log-probs")
+        self._paths = tuple(folder / f"{name}.spool" for name in names)
         # Closed in __exit__.
-        self._ids, self._targets, self._images = (open(path, "wb") for path in self._paths)  # noqa: SIM115
+        self._files = tuple(open(path, "wb") for path in self._paths)  # noqa: SIM115
+        self._ids, self._targets, self._images, self._top_ids, self._top_log_probs = self._files
+        # Of each document, the targets that a teacher's tokens are known of, and how many of these each has.
+        self._top_counts, self._top_widths = array("q"), array("q")
         self._image_sizes, self._image_counts = array("q"), array("q")
         self._lengths, self._samples = array("q"), array("q")
         self._completion_spans, self._scores = array("q"), array("f")
-        self.tokens = self.held_tokens = self.held_image_bytes = 0
+        self.tokens = self.held_tokens = self.held_bytes = 0
         self.largest_token_id = 0
 
     def __enter__(self) -> DocumentBuffer:
@@ -45,9 +51,8 @@ class DocumentBuffer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._ids.close()
-        self._targets.close()
-        self._images.close()
+        for file in self._files:
+            file.close()
         for path in self._paths:
             path.unlink()
 
@@ -66,20 +71,37 @@ class DocumentBuffer:
             self._images.write(image)
             self._image_sizes.append(len(image))
         self._image_counts.append(len(encoded.images))
-        self.held_image_bytes += sum(map(len, encoded.images))
+        self.held_bytes += sum(map(len, encoded.images))
+        self._add_top_tokens(encoded)
         self.tokens += len(encoded)
         self.held_tokens += len(encoded)
         self.largest_token_id = max(self.largest_token_id, int(encoded.ids.max()))
 
+    def _add_top_tokens(self, encoded: Encoded) -> None:
+        top = encoded.top_tokens
+        if top is None:
+            # All documents have a teacher's tokens, or none.
+            assert not self._top_counts
+            return
+        assert len(self._top_counts) == len(self._lengths) - 1
+        self._top_ids.write(np.ascontiguousarray(top.token_ids).tobytes())
+        self._top_log_probs.write(np.ascontiguousarray(top.log_probs).tobytes())
+        self._top_counts.append(top.token_ids.shape[0])
+        self._top_widths.append(top.token_ids.shape[1])
+        self.held_bytes += top.token_ids.nbytes + top.log_probs.nbytes
+        given = top.token_ids[~np.isneginf(top.log_probs)]
+        self.largest_token_id = max(self.largest_token_id, int(given.max(initial=0)))
+
     def clear(self) -> None:
         """Forget the documents, but not the counts of tokens."""
-        for file in (self._ids, self._targets, self._images):
+        for file in self._files:
             file.seek(0)
             file.truncate()
         self._lengths, self._samples, self._completion_spans = array("q"), array("q"), array("q")
         self._scores = array("f")
         self._image_sizes, self._image_counts = array("q"), array("q")
-        self.held_tokens = self.held_image_bytes = 0
+        self._top_counts, self._top_widths = array("q"), array("q")
+        self.held_tokens = self.held_bytes = 0
 
     @property
     def samples(self) -> Ints:
@@ -124,9 +146,10 @@ class DocumentBuffer:
 
         A file holds `input_ids` [N] (int32) and `targets` [N] (bool) of all its rows, concatenated; `documents` [D + 1]
         (int64), the offset of each document; `rows` [R + 1] (int64), the first document of each row; and `scores` [D]
-        (float32), if documents have them. With images, also `images` [bytes] (uint8) of all of them, concatenated;
-        `image_ends` [I + 1] (int64), the offset of each; `document_images` [D + 1] (int64), the first image of each
-        document.
+        (float32), if documents have them. With a teacher's tokens, also `top_token_ids` [targets, K] (int32) and
+        `top_log_probs` [targets, K] (float32) of all targets, concatenated; see `TopTokens`. With images, also `images`
+        [bytes] (uint8) of all of them, concatenated; `image_ends` [I + 1] (int64), the offset of each;
+        `document_images` [D + 1] (int64), the first image of each document.
         """
         lengths = self.lengths
         offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -153,6 +176,7 @@ class DocumentBuffer:
             }
             if scores.size:
                 tensors["scores"] = scores[documents[in_shard]]
+            tensors |= self._top_tensors(documents[in_shard])
             tensors |= self._image_tensors(documents[in_shard])
             images += tensors["image_ends"].size - 1 if "image_ends" in tensors else 0
             path = folder / f"{name}-{first + len(shards):05d}.safetensors"
@@ -168,6 +192,23 @@ class DocumentBuffer:
             shards=tuple(shards),
             images=images,
         )
+
+    def _top_tensors(self, documents: Ints) -> dict[str, npt.NDArray[np.generic]]:
+        """The tensors of a shard for a teacher's tokens; {} without one."""
+        if not self._top_counts:
+            return {}
+        counts, widths = (np.array(values, dtype=np.int64) for values in (self._top_counts, self._top_widths))
+        ends = np.concatenate([[0], np.cumsum(counts * widths)])
+        self._top_ids.flush()
+        self._top_log_probs.flush()
+        ids, log_probs = np.memmap(self._paths[3], np.int32, "r"), np.memmap(self._paths[4], np.float32, "r")
+        parts = []
+        for document in documents:
+            span, shape = slice(ends[document], ends[document + 1]), (counts[document], widths[document])
+            part = TopTokens(ids[span].reshape(shape), log_probs[span].reshape(shape))
+            parts.append(part.widened(int(widths[documents].max())))
+        names = ("top_token_ids", "top_log_probs")
+        return dict(zip(names, map(np.concatenate, zip(*parts, strict=True)), strict=True))
 
     def _image_tensors(self, documents: Ints) -> dict[str, npt.NDArray[np.generic]]:
         """The tensors of a shard for the images of its documents; {} without images."""

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from tasks.runtime.data.teacher_columns import TopTokens
 
 
 class Segment(NamedTuple):
@@ -20,6 +26,13 @@ class Segment(NamedTuple):
     context: bool = False
 
 
+class Tokens(NamedTuple):
+    """A document that was tokenized beforehand: ids [n], int32, and targets [n], bool, which carry loss."""
+
+    ids: npt.NDArray[np.int32]
+    targets: npt.NDArray[np.bool_]
+
+
 @dataclass(frozen=True)
 class Document:
     """Segments in order.
@@ -28,6 +41,8 @@ class Document:
     score: the number that the row gives to it; see `scores`.
     begins, ends: whether the document begins and ends here, rather than in another row; see `Row`.
     images: the bytes of the images that its text has tokens for, in order.
+    tokens: in the place of segments, what they would be tokenized to.
+    top_tokens: of a teacher, for each of its tokens or for each that carries loss.
     """
 
     segments: tuple[Segment, ...]
@@ -36,3 +51,5 @@ class Document:
     ends: bool = True
     score: float | None = None
     images: tuple[bytes, ...] = ()
+    tokens: Tokens | None = None
+    top_tokens: TopTokens | None = None

@@ -20,8 +20,9 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from tasks.runtime.data.documents import Document, Segment
+from tasks.runtime.data.documents import Document, Segment, Tokens
 from tasks.runtime.data.rows import RowError
+from tasks.runtime.data.teacher_columns import LOGPROBS, TopTokens
 from tasks.runtime.data.text_files import pieces
 
 # Tried in this order. Most vocabularies have the last one as bytes only, which merge with nothing.
@@ -46,7 +47,7 @@ class Encoded:
     The first token is never a target, because no token precedes it. `completion_span` is the range of the last segment
     that the model generates. `complete`: all of the document was tokenized, not only what shows that it is too long.
     `score`: that of the document. `images`: the bytes of its images in order; `images_end`: the place after the last
-    token that stands for one.
+    token that stands for one. `top_tokens`: of a teacher, for each target.
     """
 
     ids: Ids
@@ -56,6 +57,7 @@ class Encoded:
     score: float | None = None
     images: tuple[bytes, ...] = ()
     images_end: int = 0
+    top_tokens: TopTokens | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -117,7 +119,9 @@ class Encoder:
             for how, found in texts.items()
         }
         encoded = [
-            self._concatenate(document, [_joined([next(ids[how]) for how in texts_of]) for texts_of in segments])
+            _given(document, document.tokens, learn_all=self._learn_all)
+            if document.tokens is not None
+            else self._concatenate(document, [_joined([next(ids[how]) for how in texts_of]) for texts_of in segments])
             for document, segments in zip(documents, order, strict=True)
         ]
         return [
@@ -128,7 +132,10 @@ class Encoder:
     def _beginning(self, document: Document) -> Document:
         """The document, or as much of it as no row takes."""
         characters = sum(len(segment.text) for segment in document.segments)
-        if self.longest is None or characters <= max(_LONG, _LONG_PER_TOKEN * self.longest):
+        # A teacher's tokens are matched with those of the whole document.
+        if self.longest is None or document.top_tokens is not None:
+            return document
+        if characters <= max(_LONG, _LONG_PER_TOKEN * self.longest):
             return document
         tokens, segments = 0, list[Segment]()
         for segment in document.segments:
@@ -170,7 +177,8 @@ class Encoder:
         if document.begins:
             learned[:1] = False
         if not document.images:
-            return Encoded(ids, learned, completion_span, score=document.score)
+            top_tokens = _of_targets(document.top_tokens, learned)
+            return Encoded(ids, learned, completion_span, score=document.score, top_tokens=top_tokens)
         stands = np.isin(ids, list(self._image_ids()))
         end = int(np.flatnonzero(stands)[-1]) + 1 if stands.any() else 0
         return Encoded(
@@ -249,6 +257,32 @@ def _backend_of(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
     return tokenizer.backend_tokenizer
 
 
+def _given(document: Document, tokens: Tokens, *, learn_all: bool) -> Encoded:
+    """A document that was tokenized beforehand."""
+    targets = np.arange(tokens.ids.size) > 0 if learn_all else tokens.targets
+    found = np.flatnonzero(targets)
+    span = (int(found[0]), int(found[-1]) + 1) if found.size else (0, 0)
+    top_tokens = _of_targets(document.top_tokens, targets)
+    return Encoded(tokens.ids, targets, span, score=document.score, top_tokens=top_tokens)
+
+
+def _of_targets(top_tokens: TopTokens | None, targets: npt.NDArray[np.bool_]) -> TopTokens | None:
+    """A teacher's tokens for each target. Raises RowError unless there are as many as targets, or as tokens."""
+    if top_tokens is None:
+        return None
+    entries, needed = len(top_tokens.token_ids), int(targets.sum())
+    if entries not in (needed, targets.size):
+        raise RowError(
+            f"column {LOGPROBS!r} has {entries} entries, but the row has {targets.size} tokens, of which {needed} "
+            "carry loss; it needs an entry for each of them, or for each token"
+        )
+    found = top_tokens if entries == needed else top_tokens.at(targets)
+    if (empty := np.flatnonzero(np.isneginf(found.log_probs).all(axis=1))).size:
+        at = int(np.flatnonzero(targets)[empty[0]])
+        raise RowError(f"token {at} of the row carries loss, but its entry in column {LOGPROBS!r} is empty")
+    return found
+
+
 def _joined(pieces: list[Ids]) -> Ids:
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
@@ -297,4 +331,9 @@ def _slice(encoded: Encoded, start: int, stop: int) -> Encoded:
     ids, targets = encoded.ids[start:stop], encoded.targets[start:stop].copy()
     targets[:1] = False
     begin, end = (min(max(bound - start, 0), len(ids)) for bound in encoded.completion_span)
-    return Encoded(ids, targets, (begin, end), score=encoded.score)
+    top_tokens = encoded.top_tokens
+    if top_tokens is not None:
+        # A first token that was a target is one of the piece before.
+        before = int(encoded.targets[: start + 1].sum())
+        top_tokens = top_tokens.at(slice(before, before + int(targets.sum())))
+    return Encoded(ids, targets, (begin, end), score=encoded.score, top_tokens=top_tokens)

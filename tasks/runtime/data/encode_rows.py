@@ -135,12 +135,19 @@ def _batches(
             continue
         batch.append((number, row, documents))
         characters += sum(len(segment.text) for document in documents for segment in document.segments)
+        characters += sum(_numbers(document) for document in documents)
         characters += sum(len(image) for document in documents for image in document.images) // _IMAGE_BYTES
         if len(batch) == _BATCH or characters > _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
     if batch:
         yield batch
+
+
+def _numbers(document: Document) -> int:
+    """Characters that the numbers in a document count as: a row keeps Python's, which are large."""
+    tokens = 0 if document.tokens is None else document.tokens.ids.size
+    return 16 * (tokens + (0 if document.top_tokens is None else document.top_tokens.token_ids.size))
 
 
 def _encode(

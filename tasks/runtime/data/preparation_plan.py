@@ -31,6 +31,7 @@ from tasks.runtime.data.scores import score_column
 from tasks.runtime.data.shard_store import ShardStore
 from tasks.runtime.data.sources import Source, open_source
 from tasks.runtime.data.special_tokens import texts_in
+from tasks.runtime.data.teacher_columns import teacher_columns
 from tasks.runtime.data.text_files import pieces
 from tasks.runtime.data.tokenizer import load_tokenizer, train_tokenizer
 from tasks.runtime.data.validation import uniform
@@ -55,6 +56,7 @@ class Plan:
     control: whether special tokens in the data are control tokens; see `data.special_tokens`.
     url: the place of the shards in an object store, if they are not in the folder.
     score: the column with a number for each row; see `scores`.
+    teacher: the columns with a teacher's log-probabilities; see `teacher_columns`.
     """
 
     recipe: dict[str, Any]
@@ -67,6 +69,7 @@ class Plan:
     versions: dict[str, str]
     url: str | None = None
     score: str | None = None
+    teacher: tuple[str, ...] = ()
     version: int = format_versions.DATA
     kind: str = PLAN_KIND
 
@@ -74,7 +77,9 @@ class Plan:
         """The format of the rows, as it was chosen by the first ones."""
         data = recipe.data.model_copy(update={"special_tokens": "control" if self.control else "text"})
         processor = processor_of(recipe, tokenizer)
-        return make_format(self.format, self.columns, tokenizer, data, score=self.score, processor=processor)
+        return make_format(
+            self.format, self.columns, tokenizer, data, score=self.score, processor=processor, teacher=self.teacher
+        )
 
     @property
     def divided(self) -> bool:
@@ -92,8 +97,8 @@ class Plan:
 
     def to_json(self) -> bytes:
         """The contents of `plan.json`."""
-        # Plans of data without scores are those of earlier versions, whose runs continue.
-        values = {name: value for name, value in asdict(self).items() if name != "score" or value is not None}
+        # Plans of data without scores and teachers are those of earlier versions, whose runs continue.
+        values = {name: value for name, value in asdict(self).items() if name not in ("score", "teacher") or value}
         return json.dumps(values, ensure_ascii=False).encode()
 
 
@@ -106,6 +111,7 @@ def parse_plan(content: bytes | None) -> Plan | None:
     if not isinstance(values, dict) or values.get("kind") != PLAN_KIND or values.get("version") != format_versions.DATA:
         return None
     values["columns"] = tuple(values["columns"])
+    values["teacher"] = tuple(values.get("teacher", ()))
     values["parts"] = tuple(_part(*part) for part in values["parts"])
     return Plan(**values)
 
@@ -129,12 +135,14 @@ def make_plan(
     name, columns = choose_format(recipe, first)
     score = score_column(recipe, columns_of(first))
     extra = [column for column in optional_columns(name, columns, recipe.data) if column in columns_of(first)]
-    extra += [] if score is None else [score]
+    teacher = teacher_columns(recipe, columns_of(first))
+    extra += [*([] if score is None else [score]), *teacher]
     by = "" if recipe.data.template is None else f", prompts by data.template {recipe.data.template[:60]!r}"
     report(f"{source.name}: format {name}, from {', '.join((*columns, *extra))}{by}")
-    _report_unread(recipe, Unread(name, columns, recipe.data, score), name, first, report)
+    _report_unread(recipe, Unread(name, columns, recipe.data, score, teacher), name, first, report)
     tokenizer = _tokenizer(recipe, source, parts, name, columns, report)
-    row_format = make_format(name, columns, tokenizer, recipe.data, first, score, processor_of(recipe, tokenizer))
+    processor = processor_of(recipe, tokenizer)
+    row_format = make_format(name, columns, tokenizer, recipe.data, first, score, processor, teacher)
     if recipe.data.chat_template and row_format.templates is None:
         warnings.warn(f"data.chat_template has no effect on {source.name}, whose format is {name}", stacklevel=4)
     if row_format.templates is not None:
@@ -150,6 +158,7 @@ def make_plan(
         versions=package_versions(recipe.data),
         url=url,
         score=score,
+        teacher=teacher,
     )
     return plan, tokenizer, row_format
 

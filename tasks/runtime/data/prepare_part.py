@@ -26,8 +26,8 @@ from tasks.runtime.data.validation import hold_out
 
 # Samples of a part have numbers of their own, by which some are held out.
 _NUMBERS = 1 << 40
-# Of the images in a file of rows, about.
-_SHARD_IMAGE_BYTES = 1 << 28
+# Of the images, or of a teacher's log-probabilities, in a file of rows, about.
+_SHARD_BYTES = 1 << 28
 
 
 def numbered_rows(part: Part, source: Source, recipe: DataRecipe) -> Iterator[tuple[int, Row]]:
@@ -78,7 +78,7 @@ class PartPreparer:
         with DocumentBuffer(folder) as buffer:
 
             def write_full() -> None:
-                if buffer.held_tokens >= self._shard_tokens or buffer.held_image_bytes >= _SHARD_IMAGE_BYTES:
+                if buffer.held_tokens >= self._shard_tokens or buffer.held_bytes >= _SHARD_BYTES:
                     self._write(buffer, folder, suffix, record)
 
             rows = numbered_rows(part, self._source, self._recipe)

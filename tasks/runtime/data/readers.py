@@ -28,8 +28,10 @@ _MAX_CSV_FIELD = 1 << 28
 # Bytes after decompression: a small compressed file may hold any number of them.
 _MAX_LINE = 1 << 28
 _MAX_JSON = 1 << 30
-# Rows of an Arrow table that are converted together.
+# Rows of an Arrow table that are converted together, fewer if they have more bytes: Python's numbers take ten times as
+# many.
 _ARROW_ROWS = 1024
+_ARROW_BYTES = 1 << 24
 _UNREADABLE = (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError, csv.Error, zlib.error, lzma.LZMAError)
 
 
@@ -287,8 +289,9 @@ def _read_batches(batches: Iterator[Any], name: str, first: int = 1) -> Iterator
     try:
         for batch in batches:
             # Batches of Arrow files may have any size.
-            for start in range(0, batch.num_rows, _ARROW_ROWS):
-                for values, problem in _arrow_rows(batch.slice(start, _ARROW_ROWS)):
+            step = max(1, min(_ARROW_ROWS, batch.num_rows * _ARROW_BYTES // max(batch.nbytes, 1)))
+            for start in range(0, batch.num_rows, step):
+                for values, problem in _arrow_rows(batch.slice(start, step)):
                     number += 1
                     yield Row(f"{name} row {number}", values, problem)
     except ArrowException as error:

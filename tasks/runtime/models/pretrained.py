@@ -134,7 +134,7 @@ def require_complete_weights(model: Model, objective: Objective) -> None:
     Checks `model.name` and `objective.teacher`. Models on the Hub are checked when they are loaded.
     """
     folders = {"model.name": model.name}
-    if isinstance(objective, Distill):
+    if isinstance(objective, Distill) and objective.teacher is not None:
         folders["objective.teacher"] = objective.teacher
     for field, folder in folders.items():
         if Path(folder).is_dir():

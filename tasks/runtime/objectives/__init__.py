@@ -7,7 +7,7 @@ from strata_platform.spec import objectives as settings
 from tasks.runtime.models.build import has_router_loss
 from tasks.runtime.objectives.cpo import Cpo
 from tasks.runtime.objectives.custom import Custom, require_objective
-from tasks.runtime.objectives.distill import Distill, require_same_tokens
+from tasks.runtime.objectives.distill import Distill
 from tasks.runtime.objectives.dpo import Dpo
 from tasks.runtime.objectives.kto import Kto
 from tasks.runtime.objectives.next_token import NextToken
@@ -15,6 +15,7 @@ from tasks.runtime.objectives.objective import MicroBatchLoss, Objective, Object
 from tasks.runtime.objectives.orpo import Orpo
 from tasks.runtime.objectives.reward import Reward
 from tasks.runtime.objectives.simpo import Simpo
+from tasks.runtime.objectives.teacher_model import require_same_tokens
 
 __all__ = [
     "Custom",

@@ -120,6 +120,11 @@ def next_labels(batch: Batch) -> Tensor:
     return pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
+def next_values(values: Tensor) -> Tensor:
+    """What rows have of each token [B, T, ...], at the position that predicts it."""
+    return torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
+
+
 def target_tokens(batch: Batch) -> Tensor:
     """Number of tokens that carry loss. The first token of a row does not: nothing predicts it."""
     return (next_labels(batch) != IGNORE_INDEX).sum()

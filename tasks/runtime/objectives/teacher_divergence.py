@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
-from strata_kernels import linear_cross_entropy, linear_jsd
+from strata_kernels import linear_cross_entropy, linear_jsd, linear_topk_kl_div
 from strata_platform.spec.objectives import Distill as Settings
 from tasks.runtime.data.dataset import IGNORE_INDEX
 from tasks.runtime.objectives.head_sums import Head, head_sums
@@ -59,6 +59,49 @@ def distillation(
         return _of_logits(logits, teacher.logits(teacher_x[part]), labels[part], settings) / items
 
     return Shares(*head_sums(x[kept], head, sums_of))
+
+
+def top_tokens_distillation(
+    x: Tensor,
+    head: Head,
+    labels: Tensor,
+    tokens: Tensor,
+    log_probs: Tensor,
+    settings: Settings,
+    items: Tensor,
+    max_targets: int | None = None,
+) -> Shares:
+    """As `distillation`, from the likeliest tokens [B, T, K] of a teacher and their log-probabilities at temperature 1.
+
+    q is the distribution over these tokens that has their log-probabilities, divided by the temperature, as logits. A
+    log-probability of -inf leaves a token out.
+    """
+    log_q = (log_probs / settings.temperature).log_softmax(-1)
+    if head.weight is not None:
+        entropy = label_share(x, head, labels, settings, items, max_targets)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and settings.weight > 0):
+            divergence = linear_topk_kl_div(
+                x,
+                head.weight,
+                tokens,
+                log_q,
+                labels,
+                temperature=settings.temperature,
+                bias=head.bias,
+                softcap=head.softcap,
+                num_items=items,
+                max_targets=max_targets,
+            )
+        return combined(entropy, divergence, settings)
+    labels, tokens, log_q = labels.flatten(), tokens.flatten(0, 1), log_q.flatten(0, 1)
+
+    def sums_of(logits: Tensor, part: slice) -> Tensor:
+        log_p = log_softmax(logits / settings.temperature, dim=-1).gather(1, tokens[part])
+        # A place that is empty has probability 0.
+        terms = log_q[part].exp() * (log_q[part] - log_p).masked_fill(log_q[part].isneginf(), 0.0)
+        return _sums(logits, terms, labels[part], settings) / items
+
+    return Shares(*head_sums(x.flatten(0, 1), head, sums_of))
 
 
 def combined(entropy: Tensor, divergence: Tensor, settings: Settings) -> Shares:
@@ -126,8 +169,6 @@ def _leading(head: Head, tokens: int) -> tuple[Tensor, Tensor | None]:
 
 def _of_logits(z: Tensor, t: Tensor, labels: Tensor, settings: Settings) -> Tensor:
     """Loss, cross entropy and divergence, summed over the rows with a label: [3]."""
-    learned = labels != IGNORE_INDEX
-    entropy = cross_entropy(z, labels, reduction="sum")
     common = min(z.shape[1], t.shape[1])
     log_p, log_q = (log_softmax(logits[:, :common] / settings.temperature, dim=-1) for logits in (z, t))
     beta = _beta(settings)
@@ -136,7 +177,13 @@ def _of_logits(z: Tensor, t: Tensor, labels: Tensor, settings: Settings) -> Tens
     else:
         over_p, over_q = _over_mixture(log_p, log_q, beta)
         terms = beta * log_q.exp() * over_q + (1 - beta) * log_p.exp() * over_p
-    divergence = terms.sum(dim=-1).where(learned, 0.0).sum()
+    return _sums(z, terms, labels, settings)
+
+
+def _sums(z: Tensor, terms: Tensor, labels: Tensor, settings: Settings) -> Tensor:
+    """As `_of_logits`, with the terms of the divergence of each row."""
+    entropy = cross_entropy(z, labels, reduction="sum")
+    divergence = terms.sum(dim=-1).where(labels != IGNORE_INDEX, 0.0).sum()
     loss = (1 - settings.weight) * entropy + settings.weight * settings.temperature**2 * divergence
     return torch.stack([loss, entropy, divergence])
 

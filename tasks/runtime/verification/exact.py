@@ -17,6 +17,7 @@ from tasks.runtime.models.build import build_model, freeze_non_text_parameters, 
 from tasks.runtime.models.lora import add_adapter
 from tasks.runtime.models.vision import with_model_inputs
 from tasks.runtime.objectives import ObjectiveContext, build_objective
+from tasks.runtime.objectives.distill import Distill
 from tasks.runtime.parallel.single import Single
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.verification.observe import Step, without_dropout
@@ -51,9 +52,8 @@ def exact_step(spec: RunSpec, data: PreparedData) -> Step:
         start = ObjectiveContext(spec, processes, data, Single(processes), model, "exact", continues=False)
         data = objective.prepare(start)
         # The teacher of a distillation computes in fp64, too.
-        teacher = vars(objective).get("_teacher")
-        if teacher is not None:
-            teacher.double()
+        if isinstance(objective, Distill) and objective.teacher is not None and objective.teacher.model is not None:
+            objective.teacher.model.double()
         collate = with_model_inputs(collator(spec.model.attention), model, data)
         batches = list(training_loader(spec, data, processes, collate=collate, start=0, stop=1))
         batches = [{name: tensor.to(processes.device) for name, tensor in batch.items()} for batch in batches]

@@ -31,12 +31,10 @@ _LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 def does_not_apply(subject: Subject) -> str | None:
     """Why the check does not apply, or None."""
-    kind = subject.spec.objective.type
-    return (
-        None
-        if kind in (*WITH_REFERENCE, "distill")
-        else f"objective.type {kind!r} has no reference model and no teacher"
-    )
+    objective = subject.spec.objective
+    if objective.type in WITH_REFERENCE or getattr(objective, "teacher", None) is not None:
+        return None
+    return f"objective.type {objective.type!r} has no reference model and no teacher that runs"
 
 
 def reference(subject: Subject) -> Measured:
@@ -116,13 +114,14 @@ def _log_probability(model: PreTrainedModel, row: Row) -> float:
 def _teacher(job: Job, subject: Subject) -> tuple[float, str]:
     """Compare the logits of the job's teacher with those of the model that the spec names."""
     assert isinstance(job.objective, Distill) and isinstance(job.spec.objective, DistillSettings)
+    assert job.objective.teacher is not None and job.spec.objective.teacher is not None
     batch = {name: tensor.to(job.processes.device) for name, tensor in next(iter(job.loader())).items()}
-    hidden, head = job.objective._run_teacher(batch)
+    hidden, head = job.objective.teacher.run(batch)
     found = hidden if head.weight is None else hidden @ head.weight.T + (0.0 if head.bias is None else head.bias)
     name, revision = job.spec.objective.teacher, job.spec.objective.teacher_revision
     plain = load_pretrained(name, revision=revision, dtype=subject.computes_in)
     with torch.no_grad():
         inputs = {key: batch[key] for key in ("input_ids", "position_ids")}
-        expected: Tensor = _plain(plain, subject)(**inputs, use_cache=False).logits.flatten(0, 1)
+        expected: Tensor = _plain(plain, subject)(**inputs, use_cache=False).logits
     figure = error(found, expected) / scale([expected])
     return figure, f"relative difference of the teacher's logits from those of {name} by transformers"

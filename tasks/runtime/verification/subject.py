@@ -151,7 +151,7 @@ def make_subject(asked: RunSpec, folder: Path, *, layers: int) -> Subject:
     local = {"shuffle": "global", "streaming": False, "prepared_url": None}
     spec = changed(spec, {"training": training, "kernels": kernels, "optimizer": {"lr": asked.peak_lr}, "data": local})
     spec, kept = _cut_model(spec, folder / "model", layers)
-    if isinstance(spec.objective, Distill):
+    if isinstance(spec.objective, Distill) and spec.objective.teacher is not None:
         name, revision = spec.objective.teacher, spec.objective.teacher_revision
         teacher = changed(spec, {"model": {"name": name, "revision": revision, "tokenizer": None}})
         teacher, _ = _cut_model(teacher, folder / "teacher", layers)

@@ -317,6 +317,16 @@ def test_a_long_value_is_shortened():
             "objective.beta",
             "objective.divergence 'forward_kl' has none",
         ),
+        (
+            {"objective": {"type": "distill", "divergence": "jsd"}},
+            "objective.divergence",
+            "needs all of a teacher's distribution",
+        ),
+        (
+            {"objective": {"type": "distill", "teacher_revision": "main"}},
+            "objective.teacher_revision",
+            "objective.teacher is not",
+        ),
         ({"model": {"revision": "main"}}, "model.revision", "model.name"),
         ({"model": {"attention": "flash_attention_2", "dtype": "float32"}}, "model.dtype", "model.attention"),
         ({"data": {"subset": "en"}}, "data.subset", "data.source"),
@@ -934,7 +944,7 @@ def test_every_problem_of_a_list_of_sections_is_told():
 
 
 def test_a_section_without_a_field_that_it_needs_is_told_beside_other_problems():
-    assert problems_of(objective={"type": "distill"}, seed=-1).keys() == {"objective.teacher", "seed"}
+    assert problems_of(objective={"type": "custom"}, seed=-1).keys() == {"objective.object", "seed"}
 
 
 def test_a_reward_has_the_head_of_one_which_an_adapter_trains_whole():

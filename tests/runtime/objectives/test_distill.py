@@ -227,7 +227,7 @@ def test_a_teacher_of_other_tokens_is_refused(folder, data, tmp_path):
 def test_a_teacher_that_is_too_small_for_the_rows_is_refused_before_it_is_loaded(folder, data, made, said, monkeypatch):
     shutil.rmtree(folder / "short", ignore_errors=True)
     made().save_pretrained(folder / "short")
-    monkeypatch.setattr("tasks.runtime.objectives.distill.build_model", None)
+    monkeypatch.setattr("tasks.runtime.objectives.teacher_model.build_model", None)
     spec = make_spec(folder, {"teacher": str(folder / "short")}, kernels={"enabled": False})
     processes = Processes()
     with pytest.raises(ValueError, match=said):

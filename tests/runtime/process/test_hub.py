@@ -128,7 +128,7 @@ def unreachable(*arguments, **others):
 
 
 def test_of_a_teacher_its_own_field_is_named(monkeypatch):
-    monkeypatch.setattr("tasks.runtime.objectives.distill.require_position_embeddings", unreachable)
+    monkeypatch.setattr("tasks.runtime.objectives.teacher_model.require_position_embeddings", unreachable)
     spec = RunSpec.model_validate({"objective": {"type": "distill", "teacher": "acme/teacher"}})
     start = ObjectiveContext(spec, Processes(), None, None, None, "-", continues=False)
     with pytest.raises(Unreachable, match=r"^objective\.teacher: .* cannot be reached"):

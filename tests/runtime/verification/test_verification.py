@@ -19,7 +19,7 @@ from tasks.runtime.data import PreparedData, RowDataset
 from tasks.runtime.data.dataset import IGNORE_INDEX
 from tasks.runtime.export import export_model
 from tasks.runtime.models import activation_checkpointing, build
-from tasks.runtime.objectives import distill, token_losses, training_step
+from tasks.runtime.objectives import teacher_model, token_losses, training_step
 from tasks.runtime.objectives.dpo import Dpo
 from tasks.runtime.parallel import fsdp
 from tasks.runtime.training import train
@@ -384,14 +384,14 @@ def test_a_wrong_teacher_is_found(tmp_path, monkeypatch):
     found = check(subject, "reference")
     assert found.status == "pass", found.detail
     assert check(subject, "kernels").status == "pass"
-    original = distill.build_model
+    original = teacher_model.build_model
 
     def other(settings, seed):
         model = original(settings, seed)
         model.model.norm.weight.data *= 1.01
         return model
 
-    monkeypatch.setattr(distill, "build_model", other)
+    monkeypatch.setattr(teacher_model, "build_model", other)
     assert check(subject, "reference").status == "fail"
 
 
