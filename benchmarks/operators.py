@@ -160,14 +160,16 @@ _ANSWER_BARS = {"of products": 1 / 0.80, "extra MiB": 2 * 1024 + 1066}
 _BY_FEATURES = ("features", FEATURES, {"rows": 16384})
 
 
-def _of_answers(name: str, answers: int, ours: Callable[..., Any], torch: Function) -> Operator:
-    """A loss of so many answers over a head; `ours` returns it as the field `loss`."""
+def _of_answers(
+    name: str, answers: int, ours: Callable[..., Any], of: Callable[..., Tensor], inputs: Inputs
+) -> Operator:
+    """A loss of so many answers over a head: `ours` returns it as a field, `of` computes it by a function of rows."""
     return Operator(
         name=name,
         ours=lambda *inputs: ours(*inputs).loss,
-        torch=torch,
-        exact=partial(torch, exact=True),
-        inputs=reference.answers_inputs,
+        torch=partial(of, reference.linear_logprobs),
+        exact=partial(of, reference.linear_logprobs_exact),
+        inputs=inputs,
         cases=(Case(_answers(answers, 8192, 4096, 128256), _ANSWER_BARS),),
         flops=_twice_head_flops,
         products=reference.answers_products,
@@ -341,8 +343,10 @@ OPERATORS = (
         products=reference.linear_logprobs_products,
         label=_head_label,
     ),
-    _of_answers("linear_preference", 8, strata_kernels.linear_preference, reference.linear_preference),
-    _of_answers("linear_grpo", 16, strata_kernels.linear_grpo, reference.linear_grpo),
+    _of_answers(
+        "linear_preference", 8, strata_kernels.linear_preference, reference.preference_of, reference.preference_inputs
+    ),
+    _of_answers("linear_grpo", 16, strata_kernels.linear_grpo, reference.grpo_of, reference.answers_inputs),
     Operator(
         name="linear_jsd",
         ours=strata_kernels.linear_jsd,

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from .measure import Function
 from .operators import Operator
-from .reference import LAYER_EPS, LORA_SCALE, RMS_EPS
+from .reference import LAYER_EPS, LORA_SCALE, RMS_EPS, grpo_of, preference_of
 
 # As tables name them, in their order; `torch` and `compile` are the operator's own PyTorch function.
 NAMES = {
@@ -30,11 +30,12 @@ NAMES = {
     "grouped_mm": "transformers' grouped_mm",
     "liger": "Liger-Kernel",
     "liger_fp32": "Liger-Kernel, fp32 sums",
+    "trl": "TRL",
     "quack": "quack",
     "cce": "cut-cross-entropy",
     "cce_exact": "cut-cross-entropy, exact",
 }
-_DISTRIBUTIONS = ("transformers", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy")
+_DISTRIBUTIONS = ("transformers", "trl", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy")
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,28 @@ def _summed_experts(moe: Any, x: Tensor, gate_up: Tensor, down: Tensor, index: T
     return _grouped_experts(moe, x, *sums, index, weights)
 
 
+def _liger_grpo(grpo: Any, x: Tensor, weight: Tensor, target: Tensor, advantages: Tensor) -> Any:
+    counted, none = torch.ones_like(target), (None,) * 6
+    clip, level = (0.2, 0.2), ("grpo", None, "token", 1.0, 1.05, 1.0)
+    return grpo.LigerFusedLinearGRPOFunction.apply(
+        x, weight, target, counted, advantages, *none, 0.0, *clip, *level, True, False
+    )[0]
+
+
+def _trl_logprobs(trl: Any, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """As its trainers call it, 32768 columns at a time, without entropy."""
+    found: Tensor = trl.ChunkedLogProbFunction.apply(x, weight, None, target, 1.0, 32768, None, 1.0, ())[0]
+    return found
+
+
+def _trl_jsd(divergence: Any, x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor) -> Tensor:
+    rows = divergence.ChunkedDivergenceFunction.apply(x, weight, None, teacher_x, teacher_weight, None, 0.5)[0]
+    mean: Tensor = rows.mean()
+    return mean
+
+
 _LIGER = "liger_kernel.transformers.functional"
+_TRL = "trl.kernels.chunked_logprob"
 
 PEERS: Mapping[str, Mapping[str, Peer]] = {
     "rms_norm": {
@@ -140,6 +162,31 @@ PEERS: Mapping[str, Mapping[str, Peer]] = {
         "cce": Peer("cut_cross_entropy", lambda cce, *inputs: cce.linear_cross_entropy(*inputs), waits=True),
         "cce_exact": Peer(
             "cut_cross_entropy", lambda cce, *inputs: cce.linear_cross_entropy(*inputs, impl="cce_exact"), waits=True
+        ),
+    },
+    "linear_logprobs": {"trl": Peer(_TRL, lambda trl, *inputs: _trl_logprobs(trl, *inputs), waits=True)},
+    "linear_preference": {
+        "liger": Peer(
+            "liger_kernel.chunked_loss.dpo_loss",
+            # Without reference: that of the inputs is zero.
+            lambda liger, x, weight, target, _: liger.LigerFusedLinearDPOFunction.apply(
+                x, weight, target, None, None, None, None, -100, 0.1, False, True, False
+            )[0],
+            waits=True,
+        ),
+        "trl": Peer(_TRL, lambda trl, *inputs: preference_of(partial(_trl_logprobs, trl), *inputs), waits=True),
+    },
+    "linear_grpo": {
+        "liger": Peer("liger_kernel.chunked_loss.grpo_loss", _liger_grpo, waits=True),
+        "trl": Peer(_TRL, lambda trl, *inputs: grpo_of(partial(_trl_logprobs, trl), *inputs), waits=True),
+    },
+    "linear_jsd": {
+        "liger": Peer(_LIGER, lambda liger, *inputs: liger.liger_fused_linear_jsd(*inputs), waits=True),
+        "trl": Peer("trl.kernels.chunked_divergence", _trl_jsd, waits=True),
+    },
+    "jsd": {
+        "liger": Peer(
+            _LIGER, lambda liger, *logits: liger.liger_jsd(*(x.float().log_softmax(-1) for x in logits)), waits=True
         ),
     },
 }

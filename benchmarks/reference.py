@@ -7,7 +7,7 @@ differentiated.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -268,22 +268,30 @@ def answers_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> tu
     )  # fmt: skip
 
 
-def _answers(x: Tensor, weight: Tensor, target: Tensor, exact: bool) -> Tensor:
-    """Log-probabilities [answers, T]."""
-    function = linear_logprobs_exact if exact else linear_logprobs
-    return function(x.flatten(0, 1), weight, target.flatten()).view(target.shape)
+def preference_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """As `answers_inputs`, with log-probabilities of a reference model of zero, which a peer takes that has none."""
+    *inputs, numbers = answers_inputs(shape, dtype, device)
+    return *inputs, torch.zeros_like(numbers)
 
 
-def linear_preference(x: Tensor, weight: Tensor, target: Tensor, reference: Tensor, exact: bool = False) -> Tensor:
+LogProbs = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _answers(log_probs: LogProbs, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """Log-probabilities [answers, T] by a function of rows."""
+    return log_probs(x.flatten(0, 1), weight, target.flatten()).view(target.shape)
+
+
+def preference_of(log_probs: LogProbs, x: Tensor, weight: Tensor, target: Tensor, reference: Tensor) -> Tensor:
     """The sigmoid loss of DPO."""
-    chosen, rejected = (_answers(x, weight, target, exact).sum(1) - reference).chunk(2)
+    chosen, rejected = (_answers(log_probs, x, weight, target).sum(1) - reference).chunk(2)
     return -functional.logsigmoid(0.1 * (chosen - rejected)).mean()
 
 
-def linear_grpo(x: Tensor, weight: Tensor, target: Tensor, advantages: Tensor, exact: bool = False) -> Tensor:
+def grpo_of(log_probs: LogProbs, x: Tensor, weight: Tensor, target: Tensor, advantages: Tensor) -> Tensor:
     """Ratios are one: the policy is the one that the answers are from."""
-    log_probs = _answers(x, weight, target, exact)
-    return -((log_probs - log_probs.detach()).exp().mean(1) * advantages).mean()
+    values = _answers(log_probs, x, weight, target)
+    return -((values - values.detach()).exp().mean(1) * advantages).mean()
 
 
 def answers_products(x: Tensor, weight: Tensor, target: Tensor, _: Tensor) -> None:
