@@ -103,6 +103,13 @@ CHECKS = (
         "the model has what the adapter names, and PEFT can read it if export.formats has 'adapter'",
     ),
     Check(
+        "expert parallelism",
+        ("plan", "launch"),
+        "parallel.expert:require_expert_parallel_support",
+        ("spec",),
+        "the fused operator computes the model's experts, and parallel.expert_parallel divides them",
+    ),
+    Check(
         "reward model",
         ("plan", "launch"),
         "models.score_head:require_score_head",

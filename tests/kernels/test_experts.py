@@ -110,6 +110,31 @@ def test_any_routing(routing, device, within_bar, gradients, poisoned) -> None:
     hold(index, inputs, within_bar, gradients)
 
 
+@pytest.mark.parametrize("rows", [39, 26, 9, 1], ids=["spare", "exact", "too few", "one"])
+def test_rows_for_the_slots_of_own_experts_alone(rows, device, within_bar, gradients, poisoned) -> None:
+    """Of 60 slots 26 name an expert. If rows are short, slots in the order of experts get them."""
+    index = (torch.arange(60) % 7 - 2).view(20, 3)
+    assert ((index >= 0) & (index < 3)).sum() == 26
+    order = torch.where((index < 0) | (index > 2), 3, index).flatten().argsort(stable=True)
+    left = index.flatten().clone()
+    left[order[min(rows, 26) :]] = -1
+    inputs = inputs_of(20, 24, 16, 3, 3, torch.float32, device, bias=True)
+    mine = gradients(mixture(index.to(device), max_slots=rows), inputs)
+    theirs = partial(plain, index=left.view(20, 3).to(device))
+    truth = gradients(theirs, [x.double() for x in inputs])
+    for results in zip(mine, gradients(theirs, inputs), truth, strict=True):
+        within_bar(*results, roundings=ROUNDINGS)
+
+
+@host
+def test_keeps_as_much_of_h_as_there_are_rows() -> None:
+    leaves = [x.requires_grad_() for x in inputs_of(32, 48, 16, 4, 4, torch.bfloat16, "cpu")]
+    index, saved = torch.arange(128).view(32, 4) % 16, list[Tensor]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        mixture(index, max_slots=40)(*leaves)
+    assert [tuple(x.shape) for x in saved if x.shape[-1:] == (32,) and x.dtype == torch.bfloat16] == [(40, 32)]
+
+
 GATES = {
     "gpt-oss": GPT_OSS,
     "clamped": {"limit": 1.0},
@@ -269,6 +294,7 @@ def test_never_waits_for_the_gpu() -> None:
         ({"down_bias": torch.zeros(8)}, r"down_bias must have the shape \[3, 8\]"),
         ({"activation": "tanh"}, "activation must be one of silu, gelu, gelu_tanh, relu2, got 'tanh'"),
         ({"gate": "left"}, "gate must be one of halves, interleaved, none, got 'left'"),
+        ({"max_slots": 0}, "max_slots must be at least 1, got 0"),
         ({"gate": "none", "down": torch.zeros(3, 8, 8), "limit": 7.0}, "alpha, limit and offset are those of a gate"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),

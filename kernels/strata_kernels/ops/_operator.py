@@ -155,6 +155,7 @@ _ARGUMENT_TYPES = {
     "Tensor": TENSOR_TYPES,
     "Optional[Tensor]": TENSOR_TYPES | {type(None)},
     "int": frozenset({int}),
+    "Optional[int]": frozenset({int, type(None)}),
     "float": frozenset({float}),
     "bool": frozenset({bool}),
     "str": frozenset({str}),

@@ -25,7 +25,9 @@ def experts_forward(original: Forward, recipe: Experts) -> Forward:
     """The weighted sum of a token's experts; the family's own code where a strategy has split the weights.
 
     A module that stores its weights in another form may have a method `restore_weight(name)`. What that returns is not
-    kept: the backward pass restores it again, and with it what lies before the gate.
+    kept: the backward pass restores it again, and with it what lies before the gate. One that has some of the experts
+    may have a method `local_weight(name)`, also for biases. It is called with indices that count from its first
+    expert, and with `max_slots` as `experts` takes it.
     """
 
     def forward(
@@ -35,29 +37,35 @@ def experts_forward(original: Forward, recipe: Experts) -> Forward:
         top_k_weights: Tensor,
         *,
         adapters: Adapters | None = None,
+        max_slots: int | None = None,
     ) -> Tensor:
         adapters = adapters or {}
+        if hasattr(self, "local_weight"):
+            return compute(self, hidden_states, top_k_index, top_k_weights, adapters, self.local_weight, max_slots)
         if hasattr(self, "restore_weight"):
-            inputs = (hidden_states, top_k_index, top_k_weights)
+            inputs = (self, hidden_states, top_k_index, top_k_weights, adapters, self.restore_weight)
             if not torch.is_grad_enabled():
-                return compute(self, *inputs, adapters)
-            restored: Tensor = checkpoint(
-                compute, self, *inputs, adapters, use_reentrant=False, preserve_rng_state=False
-            )
+                return compute(*inputs)
+            restored: Tensor = checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)
             return restored
         if any(is_dtensor(getattr(self, name)) for name in (recipe.gate_up, recipe.down)):
             if adapters:
                 raise ValueError("adapters of experts need whole weights, and a strategy has split these")
             own: Tensor = original(self, hidden_states, top_k_index, top_k_weights)
             return own
-        return compute(self, hidden_states, top_k_index, top_k_weights, adapters)
+        return compute(self, hidden_states, top_k_index, top_k_weights, adapters, partial(getattr, self))
 
     def compute(
-        self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, adapters: Adapters
+        self: Any,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        adapters: Adapters,
+        weight_of: Callable[[str], Tensor],
+        max_slots: int | None = None,
     ) -> Tensor:
-        weight_of = getattr(self, "restore_weight", partial(getattr, self))
         weights = [weight_of(recipe.gate_up), weight_of(recipe.down)]
-        biases = [getattr(self, f"{name}_bias", None) for name in (recipe.gate_up, recipe.down)]
+        biases = [_bias(self, f"{name}_bias") for name in (recipe.gate_up, recipe.down)]
         dtype = _product_dtype(hidden_states, weights[0])
         gate_up, down = ((w.transpose(1, 2) if recipe.transposed else w).to(dtype) for w in weights)
         gate_up_bias, down_bias = (None if b is None else b.to(dtype) for b in biases)
@@ -66,11 +74,19 @@ def experts_forward(original: Forward, recipe: Experts) -> Forward:
             hidden_states.to(dtype), gate_up, down, top_k_index, top_k_weights,
             gate_up_bias=gate_up_bias, down_bias=down_bias, gate_up_adapter=of_up, down_adapter=of_down,
             activation="silu" if recipe.activation is None else activation_function(getattr(self, recipe.activation)),
-            gate=recipe.gate, alpha=recipe.alpha, limit=recipe.limit, offset=recipe.offset,
+            gate=recipe.gate, alpha=recipe.alpha, limit=recipe.limit, offset=recipe.offset, max_slots=max_slots,
         )  # fmt: skip
         return y.to(hidden_states.dtype)
 
     return forward
+
+
+def _bias(module: Any, name: str) -> Tensor | None:
+    """A bias as the module has it, its own part of one that is split; packed weights have none beside them."""
+    bias: Tensor | None = getattr(module, name, None)
+    if bias is not None and hasattr(module, "local_weight"):
+        return module.local_weight(name)  # type: ignore[no-any-return]
+    return bias
 
 
 def _product_dtype(x: Tensor, weight: Tensor) -> torch.dtype:

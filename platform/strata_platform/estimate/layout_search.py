@@ -11,6 +11,7 @@ from strata_platform.estimate.gpus import USABLE, Gpu
 from strata_platform.estimate.run_estimate import Estimate, estimate
 from strata_platform.estimate.shapes import ModelShape
 from strata_platform.spec import RunSpec
+from strata_platform.spec.parallel import GROUPS
 from strata_platform.spec.run_spec import Parallel
 
 # GPUs of one node, and GPU counts to try.
@@ -45,15 +46,15 @@ def layouts(spec: RunSpec, shape: ModelShape, gpu: Gpu, most: int = _COUNTS[-1])
 
 
 def _strategies(parallel: Parallel, count: int) -> Iterator[Mapping[str, Any]]:
-    """Strategies for `count` processes: ddp and fsdp, and `parallel` without tensor and context parallelism."""
+    """Strategies for `count` processes: ddp and fsdp, and `parallel` without tensor, context and expert parallelism."""
     if count == 1:
         yield {"type": "single"}
         return
     for strategy in ("ddp", "fsdp"):
         own = parallel.type == strategy
         yield parallel.model_dump(mode="json") if own else {"type": strategy}
-    if parallel.tensor_parallel * parallel.context_parallel > 1:
-        yield parallel.model_dump(mode="json") | {"tensor_parallel": 1, "context_parallel": 1}
+    if parallel.tensor_parallel * parallel.context_parallel * parallel.expert_parallel > 1:
+        yield parallel.model_dump(mode="json") | dict.fromkeys(GROUPS, 1)
 
 
 def _changed(

@@ -197,8 +197,8 @@ def activations_of_layer(work: Workload) -> float:
     # Context parallelism keeps attention's output twice: per part of the row, and joined for the next product.
     queries = shape.queries * (3 if parallel > 1 else 2)
     gate = 2 if work.fused_gate or not shape.gated else 3
-    # Each expert of a token gets its hidden states, and returns others.
-    hidden = 4 + 2 * shape.active_experts
+    # Each expert of a token gets its hidden states, and returns others. Expert parallelism gathers those of the group.
+    hidden = 4 + 2 * shape.active_experts + work.parallel.expert_parallel - 1
     width = hidden * shape.hidden + queries + 2 * keys + gate * shape.intermediate
     if not work.fused:
         # Norms keep an fp32 copy and the normalized value, rotary embeddings their inputs, the gate its activation.
@@ -221,7 +221,10 @@ def working_set(work: Workload) -> float:
     # The unfused gate kept its output; the fused one recomputes it.
     gate = 3 if work.fused_gate else 2
     dequantized = max(*work.nf4_weights, sum(work.nf4_experts), 0)
-    gradients = (work.tokens * (2 * shape.hidden + gate * shape.intermediate) + dequantized) * work.compute_bytes
+    # Expert parallelism also has the output of its experts for all tokens of the group, and the gradient.
+    group = 2 * (work.parallel.expert_parallel - 1)
+    width = (2 + group) * shape.hidden + gate * shape.intermediate
+    gradients = (work.tokens * width + dequantized) * work.compute_bytes
     if not work.training.recomputed_every:
         return gradients
     return gradients + activations_of_layer(work) - _kept_by_recomputed(work)
@@ -267,5 +270,5 @@ def _unreduced_gradients(work: Workload) -> tuple[float, float]:
     if work.fsdp is None or work.lora:
         return 0.0, 0.0
     shape, size, reduced = work.shape, work.compute_bytes, 4 if work.fsdp.reduce_dtype == "float32" else 2
-    layer = shape.layer_parameters * (size + reduced)
+    layer = work.layer_parameters * (size + reduced)
     return float(shape.head_parameters * size + layer), float(shape.root_parameters * (size + reduced))

@@ -11,6 +11,7 @@ from strata_platform.estimate.prices import Price
 from strata_platform.estimate.remedies import Proposal, changed_fields
 from strata_platform.estimate.run_estimate import Estimate
 from strata_platform.spec import RunSpec
+from strata_platform.spec.parallel import GROUPS
 from strata_platform.spec.run_spec import Adapter
 
 _GIB = 2**30
@@ -199,11 +200,7 @@ _KEPT = {
 
 def layout(spec: RunSpec) -> dict[str, Any]:
     """The spec's fields that make up the layout."""
-    degrees = {
-        f"parallel.{name}": getattr(spec.parallel, name)
-        for name in ("tensor_parallel", "context_parallel")
-        if spec.parallel.type == "fsdp"
-    }
+    degrees = {f"parallel.{name}": getattr(spec.parallel, name) for name in GROUPS if spec.parallel.type == "fsdp"}
     return {
         "topology.nnodes": spec.topology.nnodes,
         "topology.nproc_per_node": spec.topology.nproc_per_node,
@@ -220,12 +217,10 @@ def describe_layout(spec: RunSpec) -> str:
     training, gpus = spec.training, spec.topology.world_size
     micro_batches = training.gradient_accumulation_steps
     parts = [f"{gpus} GPU{'s' * (gpus > 1)}" + (f", {spec.parallel.type}" if gpus > 1 else "")]
-    for name, ways in (
-        ("tensor parallel", spec.parallel.tensor_parallel),
-        ("context parallel", spec.parallel.context_parallel),
-    ):
+    for name in GROUPS:
+        ways = getattr(spec.parallel, name)
         if ways > 1:
-            parts.append(f"{name} {ways}")
+            parts.append(f"{name.replace('_', ' ')} {ways}")
     parts.append(f"{training.micro_batch_size} x {spec.data.sequence_length} tokens per micro-batch")
     if micro_batches > 1:
         parts.append(f"{micro_batches} micro-batches per step")

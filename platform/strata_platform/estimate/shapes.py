@@ -110,6 +110,13 @@ class ModelShape:
         return sum(a * b for a, b in self.stored_layers) + biases + self.vectors
 
     @property
+    def expert_parameters(self) -> int:
+        """Of these, those of the experts that a router chooses from."""
+        if not self.experts:
+            return 0
+        return (2 + self.gated) * (self.intermediate - self.shared + self.idle) * self.hidden
+
+    @property
     def outputs(self) -> int:
         """Outputs of the head: logits of a token, or its score."""
         return 1 if self.scores else self.vocabulary

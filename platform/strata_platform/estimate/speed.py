@@ -145,6 +145,9 @@ def _waiting(work: Workload, gpu: Gpu, compute: float) -> float:
     reduced = 4 if work.fsdp.reduce_dtype == "float32" else 2
     # Nothing overlaps with the first all-gather and the last reduce-scatter, those of embedding and head.
     alone = root + (0 if work.lora else shape.root_parameters * reduced)
+    # Gradients of experts on other ranks of a group are none of this rank's.
+    if work.lora is None:
+        trained = round(trained - shape.layers * (shape.layer_parameters - work.layer_parameters))
     beside = rounds * (layers + root + trained * reduced - alone) * others / gpu.link
     # FSDP copies weights into and out of flat buffers, and gradients in the type of their sum.
     copied = 2 * (layers + root) + trained * (work.compute_bytes + reduced)
@@ -153,7 +156,7 @@ def _waiting(work: Workload, gpu: Gpu, compute: float) -> float:
 
 
 def _sent_within_groups(work: Workload) -> float:
-    """Bytes that a rank sends and waits for in a micro-batch under tensor and context parallelism."""
+    """Bytes that a rank sends and waits for in a micro-batch under tensor, context and expert parallelism."""
     shape, tokens = work.shape, work.tokens
     every = work.training.recomputed_every
     again = 1 / every if every else 0.0
@@ -166,4 +169,6 @@ def _sent_within_groups(work: Workload) -> float:
         sent += tokens * shape.outputs * (ways - 1)
     # Keys and values are gathered, once more in a recomputed layer, and their gradients are reduced.
     sent += shape.layers * (2 + again) * tokens * 2 * shape.keys * (parts - 1)
+    # Tokens go to the experts' ranks and back, in both passes; a recomputed layer sends them once more.
+    sent += shape.layers * (4 + again) * tokens * shape.hidden * (work.parallel.expert_parallel - 1)
     return sent * work.compute_bytes

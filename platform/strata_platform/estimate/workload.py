@@ -67,6 +67,7 @@ class Workload:
             raise _not_estimated("parallel.type", "'deepspeed'", "'fsdp', which shards as much as stage 3 does")
         if spec.model.attention == "eager":
             raise _not_estimated("model.attention", "'eager', which keeps sequence_length² scores per row,", "'auto'")
+        _require_divisible_experts(shape, parallel.expert_parallel)
         lora = spec.adapter if isinstance(spec.adapter, Lora) else None
         weight_bytes = 4 if spec.model.dtype == "float32" else 2
         in_bfloat16 = isinstance(parallel, Fsdp) and parallel.compute_dtype == "bfloat16"
@@ -130,10 +131,16 @@ class Workload:
         return (1 + self.shape.gated) * columns * self.shape.hidden, columns * self.shape.hidden
 
     @property
+    def layer_parameters(self) -> float:
+        """Parameters of a layer that a process computes with: all, or of the experts its part."""
+        elsewhere = 1 - 1 / self.parallel.expert_parallel
+        return self.shape.layer_parameters - self.shape.expert_parameters * elsewhere
+
+    @property
     def layer_bytes(self) -> float:
         """Bytes of a layer's weights when they are gathered."""
         quantized = sum(self.nf4_weights)
-        return quantized / 2 + (self.shape.layer_parameters - quantized) * self.compute_bytes
+        return quantized / 2 + (self.layer_parameters - quantized) * self.compute_bytes
 
     @property
     def attended(self) -> float:
@@ -151,6 +158,14 @@ def with_head_of(model: Model, shape: ModelShape) -> ModelShape:
 
 def _not_estimated(field: str, feature: str, instead: str) -> SpecError:
     return SpecError([Problem(field, f"{feature} is not estimated; set it to {instead}")], "estimate")
+
+
+def _require_divisible_experts(shape: ModelShape, ways: int) -> None:
+    if ways > 1 and (not shape.experts or shape.experts % ways):
+        reason = f"{ways} does not divide the {shape.experts} experts of a layer; set it to a divisor"
+        if not shape.experts:
+            reason = "the model has no experts; set it to 1"
+        raise SpecError([Problem("parallel.expert_parallel", reason)], "estimate")
 
 
 def _shard_of(shape: ModelShape, tensor_parallel: int) -> ModelShape:

@@ -14,6 +14,7 @@ from strata_platform.spec.cuda_graph_rules import cuda_graph_contradictions
 from strata_platform.spec.data import BUILTIN_SOURCES
 from strata_platform.spec.distillation_rules import distillation_rules
 from strata_platform.spec.evaluation_rules import evaluation_rules
+from strata_platform.spec.expert_rules import expert_rules
 from strata_platform.spec.model import PRESETS
 from strata_platform.spec.optimizer_rules import optimizer_rules
 from strata_platform.spec.preference_rules import preference_rules
@@ -40,6 +41,7 @@ def contradictions(spec: RunSpec) -> Iterator[Contradiction]:
     yield from _fsdp(spec.parallel, spec.topology)
     yield from _tensor_parallel(spec)
     yield from _context_parallel(spec)
+    yield from expert_rules(spec)
     yield from adapter_rules(spec.adapter, spec.objective)
     yield from optimizer_rules(spec)
     yield from _objective(spec.objective, spec.data)

@@ -8,9 +8,12 @@ from pydantic import Field
 
 from strata_platform.spec.fields import Count, Flag, Integer, Section
 
+GROUPS = ("tensor_parallel", "context_parallel", "expert_parallel")
+"""Fields of `Fsdp` that make groups of processes."""
+
 
 class _DataParallel(Section):
-    """Base of the strategies without tensor and context parallelism."""
+    """Base of the strategies without tensor, context and expert parallelism."""
 
     @property
     def tensor_parallel(self) -> int:
@@ -20,6 +23,11 @@ class _DataParallel(Section):
     @property
     def context_parallel(self) -> int:
         """Context-parallel size."""
+        return 1
+
+    @property
+    def expert_parallel(self) -> int:
+        """Expert-parallel size."""
         return 1
 
 
@@ -70,6 +78,11 @@ class Fsdp(Section):
         1,
         description="Context-parallel size: processes, or tensor-parallel groups, that share each row, for sequences "
         "too long for one.",
+    )
+    expert_parallel: Count = Field(
+        1,
+        description="Expert-parallel size: adjacent ranks that share the experts of each layer of a mixture and "
+        "exchange tokens instead of gathering the weights of all experts. Keep a group within one pod.",
     )
 
 

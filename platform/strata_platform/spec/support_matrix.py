@@ -30,6 +30,7 @@ PARALLEL: dict[str, Settings] = {
     "fsdp, replicas": {"parallel": {"type": "fsdp", "replicas": 2}, **_FOUR},
     "fsdp, tensor_parallel": {"parallel": {"type": "fsdp", "tensor_parallel": 2}, **_FOUR},
     "fsdp, context_parallel": {"parallel": {"type": "fsdp", "context_parallel": 2}, **_FOUR},
+    "fsdp, expert_parallel": {"parallel": {"type": "fsdp", "expert_parallel": 2}, **_FOUR},
     "deepspeed, stage 1 or 2": {"parallel": {"type": "deepspeed", "stage": 2}, **_FOUR},
     "deepspeed, stage 3": {"parallel": {"type": "deepspeed", "stage": 3}, **_FOUR},
 }

@@ -1,4 +1,4 @@
-"""Distribution strategies: one file for each value of `parallel.type`, and tensor and context parallelism."""
+"""Distribution strategies: one file for each value of `parallel.type`, and tensor, context and expert parallelism."""
 
 from __future__ import annotations
 

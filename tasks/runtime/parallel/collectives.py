@@ -1,4 +1,4 @@
-"""Collectives inside a model, as autograd functions, for tensor and context parallelism.
+"""Collectives inside a model, as autograd functions, for tensor, context and expert parallelism.
 
 Inputs and outputs are plain tensors: no DTensor and no unfinished collective reaches the model.
 """
@@ -36,6 +36,15 @@ class Group(NamedTuple):
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """[size N, ...] → [N, ...], this rank's chunk of the sum."""
         return _done(torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.name))
+
+    def sum_scatter(self, x: Tensor) -> Tensor:
+        """`reduce_scatter`, rounded once: 16-bit inputs are summed in fp32, in the order of the ranks. Moves as many
+        bytes.
+        """
+        sizes = [x.shape[0] // self.size] * self.size
+        parts = _done(torch.ops._c10d_functional.all_to_all_single(x.contiguous(), sizes, sizes, self.name))
+        exact = torch.float32 if x.element_size() < 4 else x.dtype
+        return parts.unflatten(0, (self.size, -1)).sum(0, dtype=exact).to(x.dtype)
 
     def gather_columns(self, x: Tensor) -> Tensor:
         """[..., D / size] → [..., D], the columns of all ranks."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from strata_platform.spec import RunSpec
@@ -21,6 +22,7 @@ from tasks.runtime.models.build import compute_dtype, materialize, model_dtype, 
 from tasks.runtime.models.quantization import PackedLayers, quantize_weight, set_packed_shapes
 from tasks.runtime.parallel.base import BaseStrategy
 from tasks.runtime.parallel.context import apply_context_parallel
+from tasks.runtime.parallel.expert import apply_expert_parallel, shard_dimension
 from tasks.runtime.parallel.tensor import apply_tensor_parallel
 from tasks.runtime.process.ranks import Processes
 
@@ -46,6 +48,7 @@ class Fsdp(BaseStrategy):
             self._context_mesh = init_device_mesh(device, shape, mesh_dim_names=("reader", "context", "same"))[
                 "context"
             ]
+        self._experts_mesh = self._build_experts_mesh()
         self._fused_loss, self._quantized = spec.fused_loss, spec.is_quantized
         # Without a conversion to make, versions before 2.15 would still convert packed 4-bit weights.
         dtype = compute_dtype(spec.model, spec.parallel)
@@ -65,6 +68,9 @@ class Fsdp(BaseStrategy):
             apply_context_parallel(model, self._context_mesh, self._processes)
         if self._tensor_mesh is not None:
             apply_tensor_parallel(model, self._tensor_mesh, whole_logits=not self._fused_loss)
+        if self._experts_mesh is not None:
+            for experts in apply_expert_parallel(model, self._experts_mesh["expert"]):
+                self._shard_experts(experts, self._experts_mesh)
         for layer in layers:
             self._shard(layer, reshard_after_forward=self._settings.reshard_after_forward)
         # Embeddings, last norm and head belong to no layer. They share the root group, because the fused loss reads the
@@ -92,15 +98,43 @@ class Fsdp(BaseStrategy):
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
+    def _build_experts_mesh(self) -> DeviceMesh | None:
+        """The ranks as experts are spread over them: those of a replica, adjacent ones with different experts."""
+        ways, replicas = self._settings.expert_parallel, self._settings.replicas
+        if ways == 1:
+            return None
+        sizes = {"replicate": replicas, "expert_shard": self._processes.dp_cp_size // replicas // ways, "expert": ways}
+        names = tuple(name for name, size in sizes.items() if size > 1 or name != "replicate")
+        device = self._processes.device.type
+        return init_device_mesh(device, tuple(sizes[name] for name in names), mesh_dim_names=names)
+
     def _shard(self, module: nn.Module, *, reshard_after_forward: bool) -> None:
-        offload = CPUOffloadPolicy(pin_memory=self._mesh.device_type == "cuda")
         fully_shard(
             module,
             mesh=self._mesh,
             reshard_after_forward=reshard_after_forward,
             mp_policy=self._dtypes,
-            offload_policy=offload if self._settings.cpu_offload else OffloadPolicy(),
+            offload_policy=self._offload,
         )
+
+    def _shard_experts(self, experts: nn.Module, mesh: DeviceMesh) -> None:
+        """Shard a module of experts over the ranks that have the same ones."""
+        ways, shards = mesh["expert"].size(), mesh["expert_shard"].size()
+        fully_shard(
+            experts,
+            mesh=mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "expert")],
+            reshard_after_forward=self._settings.reshard_after_forward,
+            shard_placement_fn=lambda weight: Shard(shard_dimension(weight, ways, shards)),
+            # The layer has cast its inputs; weights of the router stay as exact as it makes them.
+            mp_policy=replace(self._dtypes, cast_forward_inputs=False),
+            offload_policy=self._offload,
+        )
+
+    @property
+    def _offload(self) -> OffloadPolicy:
+        if not self._settings.cpu_offload:
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=self._mesh.device_type == "cuda")
 
     def _broadcast_weights(self, model: PreTrainedModel, whole: dict[str, Tensor], packed: PackedLayers) -> None:
         """Broadcast the weights of rank 0, one tensor at a time; each rank keeps its shard. A collective."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from strata_platform.spec import RunSpec
+from strata_platform.spec.parallel import GROUPS
 from tasks.runtime.data.row_order import ShuffledRows
 from tasks.runtime.verification.exact import error, scale
 from tasks.runtime.verification.finding import Measured
@@ -88,5 +89,5 @@ def _strategy(subject: Subject) -> dict[str, Any]:
     if asked["type"] == "single":
         asked = {"type": "ddp"}
     if asked["type"] == "fsdp":
-        asked |= {"replicas": 1, "tensor_parallel": 1, "context_parallel": 1, "compute_dtype": "model"}
+        asked |= {"replicas": 1, **dict.fromkeys(GROUPS, 1), "compute_dtype": "model"}
     return {"parallel": asked, "topology": {"nproc_per_node": _PROCESSES}}

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from strata_platform.spec.model import Model
+from strata_platform.spec.parallel import GROUPS
 from tasks.runtime.checkpoint.state import read_model_tensors
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.export.export_model import write_model
@@ -111,7 +112,7 @@ def _of_two_processes(subject: Subject) -> dict[str, dict[str, Tensor]]:
     """Buffers of a process that reads the weights, and of one that receives them."""
     asked = subject.asked.parallel.model_dump()
     if asked["type"] == "fsdp":
-        asked |= {"replicas": 1, "tensor_parallel": 1, "context_parallel": 1}
+        asked |= {"replicas": 1, **dict.fromkeys(GROUPS, 1)}
     spec = subject.variant(
         # The processes may compute on the CPU, where `auto` is another dtype.
         model={"dtype": _name(subject.weights_dtype)},

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from strata_kernels.warmup import Plan, record
 from strata_kernels.warmup.plan_model import plan_optimizer, record_row_buckets
 from strata_platform.spec import RunSpec
+from strata_platform.spec.run_spec import Parallel
 from tasks.runtime.data import collator
 from tasks.runtime.data.dataset import Batch
 from tasks.runtime.models.build import build_planning_model, compute_dtype, has_fused_loss, has_router_loss, model_dtype
@@ -24,6 +25,7 @@ from tasks.runtime.objectives import build_validation_objective
 from tasks.runtime.objectives.objective import model_inputs
 from tasks.runtime.objectives.training_step import TrainingStep, build_training_step
 from tasks.runtime.optim.rounding import ROUNDINGS
+from tasks.runtime.parallel.expert import apply_expert_parallel
 from tasks.runtime.parallel.tensor import apply_tensor_parallel
 from tasks.runtime.process.ranks import Processes
 
@@ -49,7 +51,7 @@ def plan_kernels(spec: RunSpec) -> Plan:
         objective.before_step(model, [batch], Processes())
         objective.micro_batch_loss(model, batch, objective.count(batch))
 
-    with _sharded_as_in_training(model, spec.parallel.tensor_parallel, fused_loss=spec.fused_loss):
+    with _sharded_as_in_training(model, spec.parallel, fused_loss=spec.fused_loss):
         tokens = first["input_ids"].numel()
         plan = record_row_buckets(model, tokens, partial(forward_backward, first))
         for batch in others:
@@ -75,7 +77,7 @@ def _optimizer_plan(spec: RunSpec) -> Plan:
     return plan_optimizer(
         ROUNDINGS[spec.optimizer.precision],
         weights_alone=spec.optimizer.type != "adamw",
-        columns=spec.parallel.tensor_parallel > 1,
+        columns=spec.parallel.tensor_parallel * spec.parallel.expert_parallel > 1,
     )
 
 
@@ -102,14 +104,18 @@ def _batches(step: TrainingStep, spec: RunSpec) -> list[Batch]:
 
 
 @contextmanager
-def _sharded_as_in_training(model: PreTrainedModel, tp_size: int, *, fused_loss: bool) -> Iterator[None]:
-    """Within the block, `model` is the shard of one tensor-parallel rank. The other ranks of its group are fake."""
-    if tp_size == 1:
+def _sharded_as_in_training(model: PreTrainedModel, parallel: Parallel, *, fused_loss: bool) -> Iterator[None]:
+    """Within the block, `model` is the shard of one rank of a tensor- or expert-parallel group. The others are fake."""
+    tp_size, ep_size = parallel.tensor_parallel, parallel.expert_parallel
+    if tp_size * ep_size == 1:
         yield
         return
-    dist.init_process_group("fake", rank=0, world_size=tp_size, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=tp_size * ep_size, store=FakeStore())
     try:
-        apply_tensor_parallel(model, init_device_mesh("cpu", (tp_size,)), whole_logits=not fused_loss)
+        if tp_size > 1:
+            apply_tensor_parallel(model, init_device_mesh("cpu", (tp_size,)), whole_logits=not fused_loss)
+        else:
+            apply_expert_parallel(model, init_device_mesh("cpu", (ep_size,)))
         yield
     finally:
         dist.destroy_process_group()

@@ -323,6 +323,53 @@ def test_a_model_that_cannot_be_cut_is_refused():
         take(**on(16, tensor_parallel=16))
 
 
+MIXTURE = {"model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+           "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "moe_intermediate_size": 768,
+           "num_experts": 128, "num_experts_per_tok": 8}  # fmt: skip
+# Of a layer of it.
+EXPERTS = 128 * 3 * 2048 * 768
+
+
+def of_mixture(**sections):
+    sections["training"] = {"micro_batch_size": 1, **sections.get("training", {})}
+    return Workload.of(spec_of(**sections), from_config(MIXTURE)), estimate(
+        spec_of(**sections), from_config(MIXTURE), H200
+    )
+
+
+@pytest.mark.parametrize("ways", [2, 8])
+def test_split_experts_are_gathered_in_part(ways):
+    """Two layers are gathered at a time, and one has gradients that are not reduced: in bfloat16 and in fp32."""
+    (_, whole), (_, split) = of_mixture(**on(8)), of_mixture(**on(8, expert_parallel=ways))
+    elsewhere = EXPERTS * (1 - 1 / ways)
+    assert whole.memory.gathered - split.memory.gathered == 2 * elsewhere * 2
+    assert (split.memory.weights, split.memory.optimizer) == (whole.memory.weights, whole.memory.optimizer)
+    assert split.time.products == whole.time.products
+
+
+def test_layouts_keep_split_experts_and_do_without():
+    found = list(layouts(spec_of(**on(4, expert_parallel=4)), from_config(MIXTURE), H200, 4))
+    assert {(f.spec.topology.world_size, f.spec.parallel.expert_parallel) for f in found} == {
+        (1, 1), (2, 1), (4, 1), (4, 4),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"), [(shape_of("llama-3.1-8b"), "the model has no experts"), (from_config(MIXTURE), "128 experts")]
+)
+def test_experts_that_cannot_be_split_are_refused(shape, said):
+    with pytest.raises(SpecError, match=rf"parallel\.expert_parallel: .*{said}"):
+        Workload.of(spec_of(**on(3, expert_parallel=3)), shape)
+
+
+def test_tokens_of_a_group_are_held_and_sent():
+    (whole, _), (split, found) = of_mixture(**on(8)), of_mixture(**on(8, expert_parallel=8))
+    tokens = 4096 * 2048 * 2
+    assert activations_of_layer(split) - activations_of_layer(whole) == 7 * tokens
+    assert working_set(split) - working_set(whole) == 14 * tokens
+    assert found.time.waiting > 48 * 4 * 7 * tokens / H200.link
+
+
 def test_layouts_whose_moments_have_room_are_preferred():
     """Of a model with 30 GiB of moments: on a GPU of 60 they have none beside the rest of one process."""
     small = replace(H200, memory=60 * GIB)

@@ -115,6 +115,17 @@ def test_processes_that_share_rows_compile_for_their_parts():
     assert seen == {("rope_kernel", "H", 2), ("rope_kernel", "K", 1), ("cross_entropy_kernel", "V", 2048)}
 
 
+@pytest.mark.parametrize(("ways", "experts"), [(1, 8), (2, 4), (8, 1)])
+def test_processes_that_share_experts_compile_for_their_parts(tmp_path, ways, experts):
+    sizes = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 32}
+    config = {**CONFIG, **sizes, "num_experts": 8, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    split = {"parallel": {"type": "fsdp", "expert_parallel": ways}, "topology": {"nproc_per_node": 8}}
+    plan = plan_kernels(spec(tmp_path, **split))
+    counted = {dict(item.arguments)["BE"] for item in plan.specializations if item.name == "tile_kernel"}
+    assert counted == {experts} and "rows_kernel" in {item.name for item in plan.specializations}
+
+
 @pytest.mark.parametrize("positions", [1, 15, 16, 250, 1024, 8192])
 def test_a_number_of_targets_is_rounded_up_to_one_of_few(positions):
     counts = row_buckets(positions)

@@ -112,8 +112,9 @@ class _Rank(Operator):
         return u
 
     @staticmethod
-    def fake(x: Tensor, factor: Tensor, of_tokens: bool, scale: float, positions: Tensor, *_: Any) -> Tensor:
-        return x.new_empty(positions.numel(), factor.shape[1])
+    def fake(x: Tensor, factor: Tensor, of_tokens: bool, scale: float, positions: Tensor, rows: Tensor,
+             *_: Any) -> Tensor:  # fmt: skip
+        return x.new_empty(rows.shape[0], factor.shape[1])
 
 
 @operator(f"experts_factor_bwd(Tensor x, Tensor u, str of_tokens, {_ROUTING}, str precision) -> Tensor")
@@ -150,8 +151,8 @@ def _adapted(
     return y
 
 
-@operator(f"experts_up(Tensor x, Tensor gate_up, Tensor index, Tensor? bias, {_LOW_RANK}, str precision) "
-          "-> (Tensor, Tensor, Tensor, Tensor, Tensor)")  # fmt: skip
+@operator(f"experts_up(Tensor x, Tensor gate_up, Tensor index, Tensor? bias, {_LOW_RANK}, str precision, "
+          "int? max_slots) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")  # fmt: skip
 class _Up(Operator):
     """h and the routing.
 
@@ -160,19 +161,20 @@ class _Up(Operator):
 
     @staticmethod
     def forward(x: Tensor, gate_up: Tensor, index: Tensor, bias: Tensor | None, low_a: Tensor | None,
-                low_b: Tensor | None, scale: float, precision: str) -> tuple[Tensor, ...]:  # fmt: skip
-        routing = _steps(x).route(index, gate_up.shape[0], x.dtype)
+                low_b: Tensor | None, scale: float, precision: str,
+                max_slots: int | None) -> tuple[Tensor, ...]:  # fmt: skip
+        routing = _steps(x).route(index, gate_up.shape[0], x.dtype, max_slots)
         h = _adapted(x, gate_up, bias, low_a, low_b, scale, routing, precision, of_tokens=True)
         return h, *routing
 
     @staticmethod
-    def fake(x: Tensor, gate_up: Tensor, index: Tensor, *_: Any) -> tuple[Tensor, ...]:
-        h = x.new_empty(index.numel(), gate_up.shape[1])
-        return h, *kernels.empty_routing(index, gate_up.shape[0], x.dtype)
+    def fake(x: Tensor, gate_up: Tensor, index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        routing = kernels.empty_routing(index, gate_up.shape[0], x.dtype, rest[-1])
+        return x.new_empty(routing.rows.shape[0], gate_up.shape[1]), *routing
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, gate_up, _, bias, low_a, low_b, ctx.scale, ctx.precision = inputs
+        x, gate_up, _, bias, low_a, low_b, ctx.scale, ctx.precision, _ = inputs
         ctx.save_for_backward(x, gate_up, bias, low_a, low_b, *output[1:])
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
@@ -180,12 +182,12 @@ class _Up(Operator):
     @staticmethod
     def backward(ctx: Any, dh: Tensor | None, *_: Any) -> tuple[Any, ...]:
         if dh is None:
-            return (None,) * 8
+            return (None,) * 9
         x, gate_up, bias, low_a, low_b, *routing = ctx.saved_tensors
         if torch.is_grad_enabled():
             function = partial(reference.adapted_rows, scale=ctx.scale, routing=Routing(*routing), of_tokens=True)
             dx, d_gate_up, *others = plain_gradients(function, (x, gate_up, bias, low_a, low_b), dh)
-            return dx, d_gate_up, None, *others, None, None
+            return dx, d_gate_up, None, *others, None, None, None
         dh, d_bias, dx, d_gate_up, du, da, db = dh.contiguous(), *(None,) * 6
         if low_a is not None:
             du = _Rank.apply(dh, low_b.transpose(1, 2), False, ctx.scale, *routing, ctx.precision)
@@ -200,7 +202,7 @@ class _Up(Operator):
             d_gate_up = _WeightBackward.apply(dh, x, gate_up, "x", *routing, ctx.precision)
         if ctx.needs_input_grad[4]:
             da = _FactorBackward.apply(x, du, "dy", *routing, ctx.precision).transpose(1, 2)
-        return dx, d_gate_up, None, d_bias, da, db, None, None
+        return dx, d_gate_up, None, d_bias, da, db, None, None, None
 
 
 @operator(f"experts_down(Tensor h, Tensor down, Tensor index, Tensor router, Tensor? bias, {_LOW_RANK}, {_ROUTING}, "
@@ -269,6 +271,7 @@ def experts(
     alpha: float = 1.0,
     limit: float | None = None,
     offset: float = 0.0,
+    max_slots: int | None = None,
 ) -> Tensor:
     """The weighted sum of the experts that each token is routed to, without asking the device for their sizes.
 
@@ -300,6 +303,8 @@ def experts(
         alpha: of the gate before the activation, whose result is divided by it (gpt-oss: 1.702).
         limit: the largest gate, and the largest magnitude of what it multiplies; None for no limit.
         offset: added to what the gate multiplies (gpt-oss: 1).
+        max_slots: at least as many as the T * K slots of `index` that name an expert, for a process that has some of
+            the experts: h has so many rows. Further slots are dropped, those of the last experts first. None: T * K.
 
     Returns:
         [T, H], contiguous, in the dtype of x.
@@ -318,13 +323,15 @@ def experts(
     check_adapters(x, ("gate_up", gate_up, gate_up_adapter), ("down", down, down_adapter))
     if gate == "none" and (limit is not None or offset or alpha != 1.0):
         raise ValueError(f"alpha, limit and offset are those of a gate, got gate='none' and {alpha}, {limit}, {offset}")
+    if max_slots is not None and max_slots < 1:
+        raise ValueError(f"max_slots must be at least 1, got {max_slots}")
     precision = "tf32" if x.dtype == torch.float32 and _takes_tf32() else "ieee"
     x = _with_rows(x)
     gate_up_bias, down_bias = (None if b is None else _with_rows(b) for b in (gate_up_bias, down_bias))
     between = Activation(gate, activation, float(alpha), inf if limit is None else float(limit), float(offset))
     of_up, of_down = (adapter or (None, None, 1.0) for adapter in (gate_up_adapter, down_adapter))
     if is_transformed():
-        routing = reference.route(index, gate_up.shape[0], x.dtype)
+        routing = reference.route(index, gate_up.shape[0], x.dtype, max_slots)
         h = reference.adapted_rows(
             x, gate_up, gate_up_bias, *of_up[:2], scale=of_up[2], routing=routing, of_tokens=True
         )  # fmt: skip
@@ -332,7 +339,7 @@ def experts(
             h, down, weight, down_bias, *of_down[:2], scale=of_down[2], routing=routing, between=between
         )  # fmt: skip
     index, weight = index.contiguous(), weight.contiguous()
-    h, *routed = _Up.apply(x, gate_up, index, gate_up_bias, *of_up, precision)
+    h, *routed = _Up.apply(x, gate_up, index, gate_up_bias, *of_up, precision, max_slots)
     out: Tensor = _Down.apply(h, down, index, weight, down_bias, *of_down, *routed, *between, precision)
     return out
 

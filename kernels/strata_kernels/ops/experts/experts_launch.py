@@ -75,7 +75,7 @@ class Activation(NamedTuple):
 class Routing(NamedTuple):
     """Slots sorted by expert: `routing_kernels.py` says what the tensors hold. int32.
 
-    positions: [T, K]. rows: [T · K]. starts: [E + 1]. tiles: [tiles, 2].
+    positions: [T, K]. rows: [S], S being T · K unless it is bounded. starts: [E + 1]. tiles: [tiles, 2].
     """
 
     positions: Tensor
@@ -91,9 +91,9 @@ def tiles_of(slots: int, experts: int, dtype: torch.dtype) -> Tiles:
     return _WIDE if slots >= _FEW_ROWS * experts else _NARROW
 
 
-def empty_routing(index: Tensor, experts: int, dtype: torch.dtype) -> Routing:
-    """The memory of a routing, unfilled."""
-    slots = index.numel()
+def empty_routing(index: Tensor, experts: int, dtype: torch.dtype, max_slots: int | None = None) -> Routing:
+    """The memory of a routing, unfilled, of so many slots with an expert; None: of all."""
+    slots = index.numel() if max_slots is None else min(max_slots, index.numel())
     bm = tiles_of(slots, experts, dtype).rows.bm
     tiles = slots // bm + min(experts, slots)
 
@@ -103,11 +103,11 @@ def empty_routing(index: Tensor, experts: int, dtype: torch.dtype) -> Routing:
     return Routing(new(*index.shape), new(slots), new(experts + 1), new(tiles, 2))
 
 
-def route(index: Tensor, experts: int, dtype: torch.dtype) -> Routing:
-    """Sort the slots of `index` [T, K], contiguous, by expert."""
-    routing = empty_routing(index, experts, dtype)
-    slots, n_tiles, be = index.numel(), routing.tiles.shape[0], _power_of_2(experts)
-    bm = tiles_of(slots, experts, dtype).rows.bm
+def route(index: Tensor, experts: int, dtype: torch.dtype, max_slots: int | None = None) -> Routing:
+    """Sort the slots of `index` [T, K], contiguous, by expert; only the first `max_slots` in that order are kept."""
+    routing = empty_routing(index, experts, dtype, max_slots)
+    slots, n_rows, n_tiles = index.numel(), routing.rows.shape[0], routing.tiles.shape[0]
+    be, bm = _power_of_2(experts), tiles_of(n_rows, experts, dtype).rows.bm
     block = min(max(16384 // be, 16), 256)
     blocks = -(-slots // block)
     counts = index.new_empty((blocks, experts), dtype=torch.int32)
@@ -115,11 +115,11 @@ def route(index: Tensor, experts: int, dtype: torch.dtype) -> Routing:
     launch(count_kernel, (blocks,), index, counts, slots, experts, BLOCK=block, BE=be, num_warps=4)
     launch(scan_kernel, (experts,), counts, totals, blocks, experts, BLOCK=1024, num_warps=4)
     launch(
-        tile_kernel, (-(-n_tiles // 64) or 1,), totals, routing.starts, routing.tiles, n_tiles, experts,
+        tile_kernel, (-(-n_tiles // 64) or 1,), totals, routing.starts, routing.tiles, n_rows, n_tiles, experts,
         BM=bm, BLOCK=64, BE=be, num_warps=4,
     )  # fmt: skip
     launch(
-        place_kernel, (blocks,), index, counts, routing.starts, routing.positions, routing.rows, slots, experts,
+        place_kernel, (blocks,), index, counts, routing.starts, routing.positions, routing.rows, n_rows, slots, experts,
         BLOCK=block, BE=be, num_warps=4,
     )  # fmt: skip
     return routing

@@ -15,18 +15,19 @@ from ..activation.activation_reference import FUNCTIONS
 from .experts_launch import Activation, Routing, empty_routing
 
 
-def route(index: Tensor, experts: int, dtype: torch.dtype) -> Routing:
-    """Sort the slots of `index` [T, K] by expert; tiles are for kernels alone."""
-    empty = empty_routing(index, experts, dtype)
+def route(index: Tensor, experts: int, dtype: torch.dtype, max_slots: int | None = None) -> Routing:
+    """Sort the slots of `index` [T, K] by expert and keep the first `max_slots`; tiles are for kernels alone."""
+    empty = empty_routing(index, experts, dtype, max_slots)
+    kept = empty.rows.shape[0]
     flat = index.flatten()
     flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
     rows = flat.argsort(stable=True)
     counts = torch.bincount(flat, minlength=experts + 1)[:experts]
-    starts = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
+    starts = torch.cat((counts.new_zeros(1), counts.cumsum(0))).clamp(max=kept)
     positions = torch.empty_like(rows)
     positions[rows] = torch.arange(rows.numel(), device=rows.device)
-    positions = torch.where(flat < experts, positions, -1).view(index.shape)
-    return Routing(positions.int(), rows.int(), starts.int(), torch.full_like(empty.tiles, -1))
+    positions = torch.where((flat < experts) & (positions < kept), positions, -1).view(index.shape)
+    return Routing(positions.int(), rows[:kept].int(), starts.int(), torch.full_like(empty.tiles, -1))
 
 
 def gate(h: Tensor, routing: Routing, between: Activation) -> Tensor:

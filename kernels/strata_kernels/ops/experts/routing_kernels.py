@@ -4,7 +4,7 @@ A slot is one of the K experts of one token: slot s = t · K + j. Sorted, the sl
 
     counts[b, e]    how many slots of block b go to expert e; after the scan, of the blocks before b
     starts[e]       the first row of expert e; starts[E] is the number of rows
-    positions[s]    the row of slot s; -1 where the index names no expert, which drops the slot
+    positions[s]    the row of slot s; -1 where the index names no expert, or all rows are taken, which drops the slot
     rows[r]         the slot of row r
     tiles[i]        (expert, first row) of the i-th tile of BM rows; expert -1 behind the last one
 
@@ -49,29 +49,32 @@ def scan_kernel(p_counts, p_totals, n_blocks, n_experts, BLOCK: tl.constexpr):
     tl.store(p_totals + i_e, total)
 
 
-@triton.jit(do_not_specialize=["n_tiles"])
-def tile_kernel(p_totals, p_starts, p_tiles, n_tiles, n_experts, BM: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["n_rows", "n_tiles"])
+def tile_kernel(p_totals, p_starts, p_tiles, n_rows, n_tiles, n_experts, BM: tl.constexpr, BLOCK: tl.constexpr,
                 BE: tl.constexpr):  # fmt: skip
     """BLOCK tiles; the first program also writes starts."""
     o_e, o_t = tl.arange(0, BE), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b_total = tl.load(p_totals + o_e, mask=o_e < n_experts, other=0)
     b_end = tl.cumsum(b_total, 0)
+    # Slots that get no row are dropped.
+    b_begin, b_end = tl.minimum(b_end - b_total, n_rows), tl.minimum(b_end, n_rows)
+    b_total = b_end - b_begin
     if tl.program_id(0) == 0:
         tl.store(p_starts + o_e + 1, b_end, mask=o_e < n_experts)
-        tl.store(p_starts + o_e, b_end - b_total, mask=o_e == 0)
+        tl.store(p_starts + o_e, b_begin, mask=o_e == 0)
     b_tiles = (b_total + BM - 1) // BM
     b_last = tl.cumsum(b_tiles, 0)
     b_expert = tl.sum((b_last[None, :] <= o_t[:, None]).to(tl.int32), 1)
     # Where tile 0 of the expert would start, if all experts had whole tiles before it.
-    b_shift = b_end - b_total - (b_last - b_tiles) * BM
+    b_shift = b_begin - (b_last - b_tiles) * BM
     b_row = tl.sum(tl.where(b_expert[:, None] == o_e[None, :], b_shift[None, :], 0), 1) + o_t * BM
     b_expert = tl.where(o_t < tl.sum(b_tiles, 0), b_expert, -1)
     tl.store(p_tiles + 2 * o_t, b_expert, mask=o_t < n_tiles)
     tl.store(p_tiles + 2 * o_t + 1, b_row, mask=o_t < n_tiles)
 
 
-@triton.jit(do_not_specialize=["n_slots"])
-def place_kernel(p_index, p_counts, p_starts, p_positions, p_rows, n_slots, n_experts, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["n_rows", "n_slots"])
+def place_kernel(p_index, p_counts, p_starts, p_positions, p_rows, n_rows, n_slots, n_experts, BLOCK: tl.constexpr,
                  BE: tl.constexpr):  # fmt: skip
     """positions of one block, and rows at them."""
     o_s, b_hits = _hits(p_index, n_slots, n_experts, BLOCK, BE)
@@ -80,6 +83,6 @@ def place_kernel(p_index, p_counts, p_starts, p_positions, p_rows, n_slots, n_ex
     b_first = tl.load(p_starts + o_e, mask=m_e, other=0)
     b_first += tl.load(p_counts + tl.program_id(0) * n_experts + o_e, mask=m_e, other=0)
     b_row = tl.sum(b_hits * (tl.cumsum(b_hits, 0) - b_hits + b_first[None, :]), 1)
-    m_row = tl.sum(b_hits, 1) != 0
+    m_row = (tl.sum(b_hits, 1) != 0) & (b_row < n_rows)
     tl.store(p_positions + o_s, tl.where(m_row, b_row, -1), mask=o_s < n_slots)
     tl.store(p_rows + b_row, o_s, mask=m_row)
