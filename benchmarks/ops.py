@@ -30,8 +30,9 @@ from torch import Tensor
 
 from strata_kernels.warmup import record, warmup
 
+from .case import Case, Operator, in_case
 from .measure import Gate, Limits, differentiate, extra_mib, in_turns_ms, limits, rotated, step, timed, wall_ms
-from .operators import OPERATORS, Case, Operator, in_case
+from .operators import OPERATORS
 from .peers import NAMES, Candidate, candidate, versions
 from .reference import Shape
 from .report import Row, finish, is_green, plot, show, write

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .case import Operator
 from .measure import Function
-from .operators import Operator
 from .reference import LAYER_EPS, LORA_SCALE, RMS_EPS, grpo_of, preference_of
+from .single_operators import GROUPS
 
 # As tables name them, in their order; `torch` and `compile` are the operator's own PyTorch function.
 NAMES = {
@@ -112,6 +113,12 @@ def _trl_jsd(divergence: Any, x: Tensor, weight: Tensor, teacher_x: Tensor, teac
     return mean
 
 
+def _liger_cosine(liger: Any, x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor) -> Any:
+    """Without the cross entropy of labels, which it adds by default."""
+    labels = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+    return liger.liger_fused_linear_cosine(x, weight, teacher_x, teacher_weight, labels, None, None, 0.0, 1.0, 1.0)
+
+
 _LIGER = "liger_kernel.transformers.functional"
 _TRL = "trl.kernels.chunked_logprob"
 
@@ -147,6 +154,33 @@ PEERS: Mapping[str, Mapping[str, Peer]] = {
         ),
     },
     "experts_lora": {"grouped_mm": Peer("transformers.integrations.moe", _summed_experts, waits=True)},
+    "softmax": {
+        "nn": Peer("torch", lambda torch, z: torch.softmax(z, -1)),
+        "liger": Peer(_LIGER, lambda liger, z: liger.liger_softmax(z)),
+        "quack": Peer("quack", lambda quack, z: quack.softmax(z)),
+    },
+    "sparsemax": {"liger": Peer(_LIGER, lambda liger, z: liger.liger_sparsemax(z))},
+    "dyt": {"liger": Peer(_LIGER, lambda liger, *inputs: liger.liger_dyt(*inputs))},
+    "poly_norm": {
+        "liger": Peer(
+            _LIGER, lambda liger, x, weight, bias: liger.liger_poly_norm(x, weight, bias, RMS_EPS, in_place=False)
+        )
+    },
+    "group_norm": {
+        "liger": Peer(
+            _LIGER, lambda liger, x, weight, bias: liger.liger_group_norm(x, weight, bias, x.shape[1], GROUPS, RMS_EPS)
+        )
+    },
+    "modulated_rms_norm": {
+        "liger": Peer(
+            _LIGER,
+            lambda liger, x, scale, shift, weight: liger.liger_modulated_rms_norm(
+                x, weight, scale, shift, RMS_EPS, in_place=False
+            ),
+        )
+    },
+    "tvd": {"liger": Peer(_LIGER, lambda liger, p, q: liger.liger_tvd(p, q, reduction="batchmean"), waits=True)},
+    "linear_cosine_distance": {"liger": Peer("liger_kernel.chunked_loss.functional", _liger_cosine, waits=True)},
     "cross_entropy": {
         "liger": Peer(_LIGER, lambda liger, logits, target: liger.liger_cross_entropy(logits, target), waits=True),
         "quack": Peer("quack", lambda quack, logits, target: quack.cross_entropy(logits, target)),

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .operators import OPERATORS, Case, Operator
+from .case import Case, Operator
+from .operators import OPERATORS
 from .peers import NAMES
 
 Row = dict[str, Any]

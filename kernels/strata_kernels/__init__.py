@@ -10,6 +10,7 @@ from .ops._stable_cache_keys import omit_line_numbers as _omit_line_numbers
 from .ops.activation.geglu import geglu, geglu_packed
 from .ops.activation.relu_squared import relu_squared
 from .ops.activation.swiglu import swiglu, swiglu_packed
+from .ops.activation.tiled_mlp import tiled_mlp
 from .ops.adamw import adamw_step, join_weight, split_weight, weight_step
 from .ops.adamw.shard import Shard
 from .ops.adamw.step_plan import Rounding, StepPlan
@@ -19,20 +20,24 @@ from .ops.divergence.given_logits import jsd, kl_div, tvd
 from .ops.dyt import dyt
 from .ops.experts.experts import experts
 from .ops.experts.experts_arguments import LowRank
+from .ops.group_norm import group_norm
 from .ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_with_predictions
 from .ops.linear_cross_entropy.linear_logprobs import (
     LogProbsAndEntropy,
     linear_logprobs,
     linear_logprobs_with_entropy,
 )
-from .ops.linear_divergence.linear_jsd import linear_jsd, linear_kl_div
+from .ops.linear_divergence.linear_jsd import linear_cosine_distance, linear_jsd, linear_kl_div
 from .ops.linear_divergence.linear_topk import linear_topk_kl_div
 from .ops.linear_preference.linear_pairs import linear_kto, linear_preference
 from .ops.linear_preference.linear_policy import linear_grpo
 from .ops.norm.layer_norm import layer_norm
+from .ops.norm.modulated_norm import modulated_layer_norm, modulated_rms_norm
 from .ops.norm.rms_norm import add_rms_norm, rms_norm
+from .ops.poly_norm import poly_norm
 from .ops.rotary.qk_norm_rope import qk_norm_rope
 from .ops.rotary.rope import rope
+from .ops.softmax import softmax
 from .ops.sparsemax import sparsemax
 from .patch import PatchReport, patch_model, register_experts, unpatch_model
 
@@ -55,10 +60,12 @@ __all__ = [
     "experts",
     "geglu",
     "geglu_packed",
+    "group_norm",
     "join_weight",
     "jsd",
     "kl_div",
     "layer_norm",
+    "linear_cosine_distance",
     "linear_cross_entropy",
     "linear_cross_entropy_with_predictions",
     "linear_grpo",
@@ -69,17 +76,22 @@ __all__ = [
     "linear_logprobs_with_entropy",
     "linear_preference",
     "linear_topk_kl_div",
+    "modulated_layer_norm",
+    "modulated_rms_norm",
     "patch_model",
+    "poly_norm",
     "qk_norm_rope",
     "register_experts",
     "relu_squared",
     "rms_norm",
     "rope",
     "selective_log_softmax",
+    "softmax",
     "sparsemax",
     "split_weight",
     "swiglu",
     "swiglu_packed",
+    "tiled_mlp",
     "tvd",
     "unpatch_model",
     "weight_step",

@@ -9,14 +9,16 @@ import pytest
 import torch
 
 from benchmarks import ops, optimizer_step, report
+from benchmarks.case import Operator, in_case
 from benchmarks.measure import Gate, Limits
-from benchmarks.operators import OPERATORS, Operator, in_case
+from benchmarks.operators import OPERATORS
 from benchmarks.peers import NAMES, PEERS, Candidate, candidate
 from strata_kernels.warmup import record
 
 pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="compares what PyTorch runs")
 SMALL = {"rows": 6, "features": 64, "vocabulary": 40, "batch": 2, "positions": 3, "heads": 4, "kv_heads": 2}
 SMALL |= {"tokens": 6, "experts": 4, "top_k": 2, "inner": 8, "rank": 2, "answers": 2}
+SMALL |= {"images": 2, "channels": 64, "size": 6}
 BY_NAME = {operator.name: operator for operator in OPERATORS}
 CPU = torch.device("cpu")
 

@@ -147,6 +147,23 @@ def test_log_probabilities_match_fp64(kind, dtype, device, compare_trained, pois
     compare_trained(lambda x: ours(x, told, target, normalized=True), torchs, [given])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocabulary", [300, 9001])
+def test_tvd_of_probabilities_matches_fp64(vocabulary, dtype, device, compare_trained, poisoned) -> None:
+    """The gradient is that with respect to them, 0 where both are equal."""
+    logits, teacher, target = problem(5, vocabulary, device, torch.float32)
+    given, told = logits.softmax(-1).to(dtype), teacher.softmax(-1).to(dtype)
+    told[:, 3:7] = given[:, 3:7]
+
+    def torchs(x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return reduced(0.5 * (x.to(wide) - told.to(wide)).abs().sum(-1), target)
+
+    compare_trained(lambda x: tvd(x, told, target, probabilities=True), torchs, [given])
+    with pytest.raises(ValueError, match="pass one of them"):
+        tvd(given, told, normalized=True, probabilities=True)
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 1.0])
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
 def test_equals_trl(beta, device) -> None:

@@ -7,7 +7,19 @@ from torch import Tensor
 from tests.kernels.helpers.operators import OPERATORS, Function
 
 # Losses, whose gradient is computed once, in chunks; and a norm of which nobody needs more.
-ONCE = ("cross_entropy", "logprobs", "log_softmax", "jsd", "kl_div", "tvd", "preference", "kto", "grpo", "dyt")
+ONCE = (
+    "cross_entropy",
+    "logprobs",
+    "log_softmax",
+    "jsd",
+    "kl_div",
+    "tvd",
+    "preference",
+    "kto",
+    "grpo",
+    "dyt",
+    "cosine",
+)
 REFUSED = {name for name in OPERATORS if any(part in name for part in ONCE)}
 
 

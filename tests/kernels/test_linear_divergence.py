@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from strata_kernels import linear_jsd, linear_kl_div, linear_topk_kl_div
+from strata_kernels import linear_cosine_distance, linear_jsd, linear_kl_div, linear_topk_kl_div
 from strata_kernels.ops.head import head_pass, memory
 from strata_kernels.ops.linear_divergence import row_divergences
 from tests.kernels.test_divergence import hold_loss, log_probs, plain, reduced
@@ -93,6 +93,43 @@ def test_matches_fp64(kind, options, shape, dtype, path, device, compare_trained
         lambda x, w, b: ours(x, w, *given.teacher, given.target, bias=b, **options, chunk_bytes=budget),
         torchs, given.student,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"num_items": 5}], ids=str)
+def test_cosine_matches_fp64(options, shape, dtype, device, compare_trained, poisoned) -> None:
+    given = Problem(*shape, device, dtype)
+    teacher_bias = torch.randn(shape[1], device=device, dtype=dtype)
+
+    def torchs(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        z = functional.linear(x, weight, bias).to(wide)
+        t = functional.linear(*(y.to(x.dtype) for y in (*given.teacher, teacher_bias))).to(wide)
+        return reduced(1 - functional.cosine_similarity(z, t), given.target, num_items=options.get("num_items"))
+
+    compare_trained(
+        lambda x, w, b: linear_cosine_distance(
+            x, w, *given.teacher, given.target, bias=b, teacher_bias=teacher_bias, **options, chunk_bytes=2**16
+        ),
+        torchs, given.student,
+    )  # fmt: skip
+
+
+def test_cosine_of_a_row_of_zeros(device) -> None:
+    x, weight = torch.zeros(2, 3, device=device), torch.eye(3, device=device)
+    x[1, 0] = 1.0
+    teacher = torch.ones(2, 3, device=device)
+    found = []
+    for function in (
+        lambda x: linear_cosine_distance(x, weight, teacher, weight),
+        lambda x: (1 - functional.cosine_similarity(x, teacher)).mean(),
+    ):
+        leaf = x.clone().requires_grad_()
+        loss = function(leaf)
+        found.append((loss.detach(), torch.autograd.grad(loss, leaf)[0]))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def topk(given: Problem, k: int) -> tuple[Tensor, Tensor]:

@@ -34,11 +34,14 @@ FUSED = {
     "linear_kto": 6,
     "linear_grpo": 6,
     "linear_topk_kl_div": 4,
+    "linear_cosine_distance": 4,
     "linear_jsd": 4,
     "linear_kl_div": 4,
 }
 # Whose kernels and whose operators they use.
-KERNELS_OF = dict.fromkeys(FUSED, "cross_entropy") | {"linear_jsd": "jsd", "linear_kl_div": "jsd"}
+KERNELS_OF = dict.fromkeys(FUSED, "cross_entropy") | dict.fromkeys(
+    ("linear_jsd", "linear_kl_div", "linear_cosine_distance"), "jsd"
+)
 OPERATORS_OF = dict.fromkeys(("linear_preference", "linear_kto", "linear_grpo"), "linear_logprobs")
 FILES = {"swiglu and projection": 3, **FUSED}
 

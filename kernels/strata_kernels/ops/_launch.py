@@ -148,6 +148,12 @@ def describe(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
 
+def as_rows(x: Tensor) -> Tensor:
+    """x [..., D] as [N, D] with adjacent columns: a view where strides allow one, else a copy."""
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
+
+
 @contextmanager
 def recording() -> Iterator[list[Call]]:
     """Collect this thread's launches instead of running them; yields the list that fills.

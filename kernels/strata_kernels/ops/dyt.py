@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import DTYPES, accumulator, describe, has_dtype, launch, multiprocessors, takes_kernel
+from ._launch import DTYPES, accumulator, as_rows, describe, has_dtype, launch, multiprocessors, takes_kernel
 from ._operator import Operator, is_transformed, operator, refuse_double_backward
 from .cross_entropy.row_kernel import _tanh
 
@@ -74,12 +74,6 @@ def dyt_bwd_kernel(
     tl.store(p_sums + 2 * n_p.to(tl.int64) * D + o_p, b_db, mask=m_d)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """x [..., D] as [N, D] with adjacent features."""
-    flat = x.reshape(-1, x.shape[-1])
-    return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
-
-
 def dyt_reference(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The same in plain PyTorch."""
     wide = accumulator(x.dtype)
@@ -95,7 +89,7 @@ class _Backward(Operator):
     def forward(dy: Tensor, x: Tensor, alpha: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         width = x.shape[-1]
         if takes_kernel(x):
-            dx, rows, incoming = x.new_empty(x.shape), _rows(x), _rows(dy)
+            dx, rows, incoming = x.new_empty(x.shape), as_rows(x), as_rows(dy)
             programs = max(min(rows.shape[0], _OCCUPANCY * multiprocessors(x.device)), 1)
             sums = x.new_zeros(3, programs, width, dtype=torch.float32)
             block = min(triton.next_power_of_2(width), _BACKWARD_BLOCK)
@@ -129,7 +123,7 @@ class _Dyt(Operator):
     def forward(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not takes_kernel(x):
             return dyt_reference(x, alpha, weight, bias).contiguous()
-        y, rows, width = x.new_empty(x.shape), _rows(x), x.shape[-1]
+        y, rows, width = x.new_empty(x.shape), as_rows(x), x.shape[-1]
         block = min(triton.next_power_of_2(width), _FORWARD_BLOCK)
         launch(
             dyt_fwd_kernel, (rows.shape[0], triton.cdiv(width, block)),

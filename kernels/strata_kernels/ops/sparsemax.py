@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import DTYPES, accumulator, describe, has_dtype, launch, takes_kernel
+from ._launch import DTYPES, accumulator, as_rows, describe, has_dtype, launch, takes_kernel
 from ._operator import Operator, is_recorded, is_transformed, operator
 
 # The widest row that a program holds.
@@ -66,12 +66,6 @@ def sparsemax_bwd_kernel(p_y, p_dy, p_dz, stride_dy, V: tl.constexpr, BLOCK: tl.
     tl.store(p_dz + i_n * V + o_v, b_dz.to(p_dz.dtype.element_ty), mask=m_v)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """x [..., V] as [N, V] with adjacent columns."""
-    flat = x.reshape(-1, x.shape[-1])
-    return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
-
-
 def _constexprs(width: int) -> dict[str, Any]:
     block = max(triton.next_power_of_2(width), 128)
     return {"V": width, "BLOCK": block, "num_warps": min(max(block // _ELEMENTS_PER_WARP, 1), 32)}
@@ -97,7 +91,7 @@ class _Backward(Operator):
     def forward(dy: Tensor, y: Tensor) -> Tensor:
         width = y.shape[-1]
         if takes_kernel(y) and width <= _MOST_CLASSES:
-            dz, incoming = y.new_empty(y.shape), _rows(dy)
+            dz, incoming = y.new_empty(y.shape), as_rows(dy)
             launch(
                 sparsemax_bwd_kernel, (incoming.shape[0],), y, incoming, dz, incoming.stride(0), **_constexprs(width)
             )
@@ -120,7 +114,7 @@ class _Sparsemax(Operator):
         width = z.shape[-1]
         if not takes_kernel(z) or width > _MOST_CLASSES:
             return sparsemax_reference(z).contiguous()
-        y, rows = z.new_empty(z.shape), _rows(z)
+        y, rows = z.new_empty(z.shape), as_rows(z)
         launch(sparsemax_fwd_kernel, (rows.shape[0],), rows, y, rows.stride(0), **_constexprs(width))
         return y
 

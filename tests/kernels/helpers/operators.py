@@ -108,6 +108,13 @@ def torch_log_probs(x: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> 
     return own.where(counted, 0.0), -(log_p.exp() * log_p).sum(-1).where(counted, 0.0)
 
 
+def torch_poly_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def norm(u: Tensor) -> Tensor:
+        return u * torch.rsqrt(u.square().mean(-1, keepdim=True) + EPS)
+
+    return weight[0] * norm(x**3) + weight[1] * norm(x**2) + weight[2] * norm(x) + bias
+
+
 def torch_sparsemax(z: Tensor) -> Tensor:
     ordered = z.sort(-1, descending=True).values
     inside = 1 + torch.arange(1, z.shape[-1] + 1, device=z.device) * ordered > ordered.cumsum(-1)
@@ -225,6 +232,13 @@ OPERATORS = {
     "geglu_packed": _packed(
         lambda x: strata_kernels.geglu_packed(x, "tanh"), lambda x: functional.gelu(x, approximate="tanh")
     ),
+    "tiled_mlp": Operator(
+        lambda *tensors: strata_kernels.tiled_mlp(*tensors, tile=4),
+        lambda x, gate, up, down: functional.linear(
+            functional.silu(functional.linear(x, gate)) * functional.linear(x, up), down
+        ),
+        {"x": X, "gate": HIDDEN, "up": HIDDEN, "down": (6, 5)}, ((2, 3, 6),), {}, roundings=3,
+    ),
     "relu_squared": Operator(
         strata_kernels.relu_squared, lambda x: functional.relu(x).square(), {"x": X}, (X,), {}
     ),
@@ -279,6 +293,28 @@ OPERATORS = {
         strata_kernels.dyt, lambda x, alpha, w, b: w * torch.tanh(alpha * x) + b,
         {"x": X, "alpha": (1,), "weight": D, "bias": D}, (X,), {},
     ),
+    "softmax": Operator(strata_kernels.softmax, lambda z: z.softmax(-1), {"logits": LOGITS}, (LOGITS,), {}),
+    "poly_norm": Operator(
+        lambda x, w, b: strata_kernels.poly_norm(x, w, b, EPS), torch_poly_norm,
+        {"x": X, "weight": (3,), "bias": ()}, (X,), {},
+    ),
+    "group_norm": Operator(
+        lambda x, w, b: strata_kernels.group_norm(x, 2, w, b, EPS),
+        lambda x, w, b: functional.group_norm(x, 2, w, b, EPS),
+        {"x": (2, 4, 6), "weight": (4,), "bias": (4,)}, ((2, 4, 6),), {},
+    ),
+    "modulated_rms_norm": Operator(
+        lambda x, s, t, w: strata_kernels.modulated_rms_norm(x, s, t, w, EPS),
+        lambda x, s, t, w: torch_rms_norm(x, w) * (1 + s[:, None]) + t[:, None],
+        {"x": X, "scale": (2, 8), "shift": (2, 8), "weight": D}, (X,), {},
+        # PyTorch rounds what lies between.
+        roundings=2,
+    ),
+    "modulated_layer_norm": Operator(
+        lambda x, s, t, w, b: strata_kernels.modulated_layer_norm(x, s, t, w, b, EPS),
+        lambda x, s, t, w, b: functional.layer_norm(x, w.shape, w, b, EPS) * (1 + s) + t,
+        {"x": X, "scale": X, "shift": X, "weight": D, "bias": D}, (X,), {}, roundings=2,
+    ),
     "sparsemax": Operator(strata_kernels.sparsemax, torch_sparsemax, {"logits": LOGITS}, (LOGITS,), {}),
     "jsd": Operator(
         strata_kernels.jsd, lambda z, t: torch_jsd(z, t).mean(), {"logits": LOGITS}, ((),), TEACHER
@@ -292,6 +328,15 @@ OPERATORS = {
     "tvd": Operator(
         strata_kernels.tvd, lambda z, t: (z.softmax(-1) - t.softmax(-1)).abs().sum(-1).mean() / 2,
         {"logits": LOGITS}, ((),), TEACHER,
+    ),
+    "tvd of probabilities": Operator(
+        lambda p, q: strata_kernels.tvd(p, q, probabilities=True), lambda p, q: (p - q).abs().sum(-1).mean() / 2,
+        {"probabilities": LOGITS}, ((),), TEACHER,
+    ),
+    "linear_cosine_distance": Operator(
+        strata_kernels.linear_cosine_distance,
+        lambda x, w, tx, tw: 1 - torch.cosine_similarity(x @ w.t(), tx @ tw.t(), -1).mean(),
+        {"x": (2, 2, 8), "weight": (7, 8)}, ((),), TEACHER_HEAD,
     ),
     "linear_jsd": Operator(
         strata_kernels.linear_jsd,

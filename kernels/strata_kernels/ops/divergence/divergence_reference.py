@@ -7,10 +7,14 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .._launch import accumulator
 
-Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd"]
+# The last two need no softmax: of logits as they are, and of probabilities.
+Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd", "cosine", "tvd_probabilities"]
+# The least norm, as that of torch.nn.functional.cosine_similarity.
+COSINE_EPS = 1e-8
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,8 @@ class Form:
     Attributes:
         divergence, beta, temperature: as in the package's docstring; beta is read by jsd alone.
         softcap, teacher_softcap: logits are squashed into (-softcap, softcap), before the temperature divides them.
-        normalized: whether logits are log-probabilities, and gradients are those with respect to them.
+        normalized: whether logits are log-probabilities, or probabilities for tvd_probabilities, and gradients are
+            those with respect to them.
         ignore_index: rows with this target are 0.
     """
 
@@ -35,12 +40,18 @@ class Form:
 
 def reference_divergence(z: Tensor, t: Tensor, target: Tensor, form: Form) -> Tensor:
     """The divergences [N] of logits z and t [N, V], by operators that autograd and `torch.func` can differentiate."""
+    if form.divergence == "cosine":
+        wide = accumulator(z.dtype)
+        cosine = functional.cosine_similarity(z.to(wide), t.to(wide), dim=-1, eps=COSINE_EPS)
+        return (1 - cosine).where(target != form.ignore_index, 0.0)
     log_p, log_q = _log_probs(z, form.softcap, form), _log_probs(t, form.teacher_softcap, form)
     return _terms(log_p, log_q, form).sum(-1).where(target != form.ignore_index, 0.0)
 
 
 def reference_gradient(z: Tensor, t: Tensor, target: Tensor, scale: Tensor, form: Form) -> Tensor:
     """scale · dloss/dz [N, V]."""
+    if form.divergence == "cosine":
+        return (_cosine_gradient(z, t) * scale[:, None]).where((target != form.ignore_index)[:, None], 0.0)
     log_p, log_q = _log_probs(z, form.softcap, form), _log_probs(t, form.teacher_softcap, form)
     p, q = log_p.exp(), log_q.exp()
     match form.divergence:
@@ -52,6 +63,8 @@ def reference_gradient(z: Tensor, t: Tensor, target: Tensor, scale: Tensor, form
             pc = _times((1 - form.beta) * p, _from_mixture(log_p, log_q, form.beta)[0])
         case "tvd":
             pc = 0.5 * p * (p - q).sign()
+        case "tvd_probabilities":
+            pc = 0.5 * (log_p - log_q).sign()
     dz = pc if form.normalized else pc - p * pc.sum(-1, keepdim=True)
     if form.softcap:
         dz = dz * (1 - torch.tanh(z.to(dz.dtype) / form.softcap).square())
@@ -71,6 +84,19 @@ def _terms(log_p: Tensor, log_q: Tensor, form: Form) -> Tensor:
             return form.beta * _times(q, of_q) + (1 - form.beta) * _times(p, of_p)
         case "tvd":
             return 0.5 * (p - q).abs()
+        case "tvd_probabilities":
+            return 0.5 * (log_p - log_q).abs()
+        case "cosine":
+            raise AssertionError("cosine is no sum of terms")
+
+
+def _cosine_gradient(z: Tensor, t: Tensor) -> Tensor:
+    wide, teacher = z.to(accumulator(z.dtype)), t.to(accumulator(z.dtype))
+    norm, teacher_norm = (torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (wide, teacher))
+    least, unit = norm.clamp_min(COSINE_EPS), teacher / teacher_norm.clamp_min(COSINE_EPS)
+    along = ((wide / least * unit).sum(-1, keepdim=True) / least).where(norm > COSINE_EPS, 0.0)
+    gradient: Tensor = (along * wide - unit) / least
+    return gradient
 
 
 def _times(probability: Tensor, log_ratio: Tensor) -> Tensor:

@@ -10,9 +10,13 @@ from torch import Tensor
 
 from .._launch import launch, multiprocessors, takes_kernel
 from .divergence_kernel import FORWARD_KL, JSD, REVERSE_KL, TVD, divergence_kernel
-from .divergence_reference import Form, reference_divergence, reference_gradient
+from .divergence_reference import COSINE_EPS, Form, reference_divergence, reference_gradient
+from .whole_row_kernels import cosine_kernel, tvd_probabilities_kernel
 
 _KINDS = {"forward_kl": FORWARD_KL, "reverse_kl": REVERSE_KL, "jsd": JSD, "tvd": TVD}
+# Distances that need no softmax, and elements of a row that their programs take at a time.
+_WHOLE_ROW = {"cosine": cosine_kernel, "tvd_probabilities": tvd_probabilities_kernel}
+_WHOLE_ROW_BLOCK, _WHOLE_ROW_WARPS = 4096, 8
 # Parts of a row that programs keep: as many as the smallest share of a GPU runs at once. A row of more is read again.
 _MOST_KEPT = 32
 
@@ -57,6 +61,15 @@ def divergence_rows(
         form: the form of the divergence.
         dz: [N, V], of z's dtype, adjacent columns; None for no gradient.
     """
+    if takes_kernel(z) and form.divergence in _WHOLE_ROW:
+        launch(
+            _WHOLE_ROW[form.divergence], (z.shape[0],),
+            z, t, dz, target, scale, loss, z.stride(0), t.stride(0), 0 if dz is None else dz.stride(0),
+            0 if scale is None else scale.stride(0), form.ignore_index,
+            V=z.shape[1], EPS=COSINE_EPS, BLOCK=min(triton.next_power_of_2(z.shape[1]), _WHOLE_ROW_BLOCK),
+            num_warps=_WHOLE_ROW_WARPS,
+        )  # fmt: skip
+        return
     if takes_kernel(z):
         _launch(z, t, target, scale, loss, form, dz)
         return

@@ -214,6 +214,7 @@ def tvd(
     *,
     temperature: float = 1.0,
     normalized: bool = False,
+    probabilities: bool = False,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
     num_items: int | Tensor | None = None,
@@ -225,13 +226,22 @@ def tvd(
         p, q = (x.float().div(temperature).softmax(-1) for x in (logits, teacher))
         loss = 0.5 * (p - q).abs().sum(-1)
 
-    Arguments, reductions and errors as in `jsd`.
+    Arguments, reductions and errors as in `jsd`; probabilities: whether logits and teacher are probabilities
+    themselves, whose gradient is sign(p - q) / 2.
 
     Example:
         >>> logits = torch.randn(2, 8, 32, requires_grad=True)
         >>> tvd(logits, torch.randn(2, 8, 32)).backward()
+        >>> tvd(torch.tensor([0.75, 0.25]), torch.tensor([0.5, 0.5]), probabilities=True)
+        tensor(0.2500)
     """
-    return _divergence(logits, teacher, target, "tvd", 0.0, temperature, normalized, ignore_index, reduction, num_items)
+    if normalized and probabilities:
+        raise ValueError("normalized says log-probabilities and probabilities says probabilities: pass one of them")
+    divergence: Divergence = "tvd_probabilities" if probabilities else "tvd"
+    return _divergence(
+        logits, teacher, target, divergence, 0.0, temperature, normalized or probabilities, ignore_index, reduction,
+        num_items,
+    )  # fmt: skip
 
 
 def of_beta(beta: float) -> Divergence:

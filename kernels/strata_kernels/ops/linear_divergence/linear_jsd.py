@@ -1,7 +1,7 @@
-"""linear_jsd and linear_kl_div: the divergence of a head from a teacher's, with its gradients in the forward pass.
+"""linear_jsd, linear_kl_div, linear_cosine_distance: the distance of a head from a teacher's, with gradients.
 
-Formulas: see the package. The operator is `strata::linear_divergence`. A scalar loss is linear in its incoming
-gradient, so that the backward pass only multiplies by it.
+The forward pass computes the gradients: a scalar loss is linear in its incoming gradient, so that the backward pass
+only multiplies by it. Formulas: see the package. The operator is `strata::linear_divergence`.
 """
 
 from __future__ import annotations
@@ -183,6 +183,42 @@ def linear_kl_div(
         of_direction(direction), 0.0, float(temperature), softcap, teacher_softcap, ignore_index, reduction, num_items,
         max_targets, accumulate, chunk_bytes,
     )  # fmt: skip
+    return _linear_divergence(x, weight, bias, target, Teacher(teacher_x, teacher_weight, teacher_bias), options)
+
+
+def linear_cosine_distance(
+    x: Tensor,
+    weight: Tensor,
+    teacher_x: Tensor,
+    teacher_weight: Tensor,
+    target: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum"] = "mean",
+    num_items: int | Tensor | None = None,
+    max_targets: int | None = None,
+    accumulate: Accumulate = "exact",
+    chunk_bytes: int | None = None,
+) -> Tensor:
+    """One minus the cosine of the angle between a head's logits and a teacher's; neither's are there as a whole.
+
+    Equivalent to::
+
+        logits, teacher = F.linear(x, weight, bias), F.linear(teacher_x, teacher_weight, teacher_bias)
+        loss = 1 - F.cosine_similarity(logits.float(), teacher.float(), dim=-1)
+        loss = loss[target != ignore_index].sum() / (num_items or (target != ignore_index).sum())   # reduction="mean"
+
+    The lengths of both do not matter, and so no temperature does. Arguments, returns and errors as in `linear_jsd`.
+
+    Example:
+        >>> x, weight = torch.randn(2, 8, 16), torch.randn(32, 16, requires_grad=True)
+        >>> linear_cosine_distance(x, weight, torch.randn(2, 8, 24), torch.randn(32, 24)).backward()
+    """
+    options = _Options(
+        "cosine", 0.0, 1.0, None, None, ignore_index, reduction, num_items, max_targets, accumulate, chunk_bytes
+    )
     return _linear_divergence(x, weight, bias, target, Teacher(teacher_x, teacher_weight, teacher_bias), options)
 
 
