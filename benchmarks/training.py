@@ -173,6 +173,9 @@ RUNS = (
     _run("8b", 2),
     _run("8b", 2, optimizer__precision="stochastic_rounding"),
     _run("8b", 2, optimizer__precision="nearest"),
+    _run("8b", 2, training__float8="tensorwise"),
+    _run("8b", 2, training__float8="rowwise"),
+    _run("8b", 2, training__float8="tensorwise", adapter__type="lora"),
     _run("8b", 2, recompute="full"),
     _run("8b", 2, recompute="full", adapter__type="lora"),
     _run("8b", 1, recompute="full", data__sequence_length=32768),
@@ -215,8 +218,8 @@ class _Nowhere:
         return []
 
 
-def measure(run: Session, data: PreparedData, untimed: int) -> dict[str, float]:
-    """Tokens per second and process, and peak GiB, of one process."""
+def measure(run: Session, data: PreparedData, untimed: int, *, profiler: Any = None) -> dict[str, float]:
+    """Tokens per second and process, and peak GiB, of one process. `profiler`: of the last step, which is not timed."""
     device = run.processes.device
     # Without one the program can be tried; of a CPU's memory nothing is known.
     gpu = device.type == "cuda"
@@ -248,6 +251,8 @@ def measure(run: Session, data: PreparedData, untimed: int) -> dict[str, float]:
             if gpu:
                 torch.cuda.synchronize(device)
             ends.append(time.perf_counter())
+            if profiler is not None and len(ends) == STEPS - 1:
+                profiler.start()
 
         job.end_step = end_and_note  # type: ignore[method-assign]
         if gpu:
@@ -255,6 +260,9 @@ def measure(run: Session, data: PreparedData, untimed: int) -> dict[str, float]:
             torch.cuda.reset_peak_memory_stats(device)
         with closing(job.watchdog):
             load_framework(run.spec.runtime.framework)(job)
+    if profiler is not None:
+        profiler.stop()
+        ends.pop()
     seconds = statistics.median(b - a for a, b in zip(ends[untimed - 1 :], ends[untimed:], strict=False))
     tokens = run.spec.rows_per_step * run.spec.data.sequence_length / run.spec.topology.world_size
     peak = torch.tensor(float(torch.cuda.max_memory_allocated(device) if gpu else 0), device=device)
@@ -282,7 +290,7 @@ def write_documents(file: Path, words: int) -> None:
     part.replace(file)
 
 
-def train_and_compare(run: Run, folder: Path) -> dict[str, Any]:
+def train_and_compare(run: Run, folder: Path, *, profiler: Any = None) -> dict[str, Any]:
     """A line of the table."""
     model = folder / run.shape
     model.mkdir(parents=True, exist_ok=True)
@@ -297,7 +305,7 @@ def train_and_compare(run: Run, folder: Path) -> dict[str, Any]:
         data = started.processes.on_main(
             lambda: prepare(recipe, data_folder(base.output, recipe), report=lambda _: None)
         )
-        measured = measure(started, data, run.steps[1])
+        measured = measure(started, data, run.steps[1], profiler=profiler)
     guess = estimate(base, shape_of(base.model.name), GPUS["h200"])
     return {
         "run": run.label(),

@@ -173,6 +173,20 @@ CHECKS = (
         "the optional packages of parallel, adapter, optimizer and model.attention are installed",
     ),
     Check(
+        "FP8 on the GPU",
+        ("pod",),
+        "models.float8:require_float8",
+        ("spec.training",),
+        "with training.float8, the GPU has tensor cores for FP8",
+    ),
+    Check(
+        "layers in FP8",
+        ("plan", "launch"),
+        "models.float8:require_float8_layers",
+        ("spec.model", "spec.training"),
+        "with training.float8, the model has linear layers whose sizes FP8 products take",
+    ),
+    Check(
         "tensor parallelism",
         ("rank 0",),
         "parallel.tensor:require_tensor_parallel_support",

@@ -29,6 +29,7 @@ FILES = {
     ],
     "experts": ["test_experts.py", "test_experts_adapters.py"],
     "optimizer": ["test_adamw.py"],
+    "float8": ["test_float8.py"],
     "loss": ["test_cross_entropy.py", "test_linear_cross_entropy.py"],
     "log-probabilities": [
         "test_linear_logprobs.py",

@@ -15,6 +15,7 @@ from strata_platform.spec.data import BUILTIN_SOURCES
 from strata_platform.spec.distillation_rules import distillation_rules
 from strata_platform.spec.evaluation_rules import evaluation_rules
 from strata_platform.spec.expert_rules import expert_rules
+from strata_platform.spec.float8_rules import float8_rules
 from strata_platform.spec.model import PRESETS
 from strata_platform.spec.optimizer_rules import optimizer_rules
 from strata_platform.spec.preference_rules import preference_rules
@@ -36,6 +37,7 @@ def contradictions(spec: RunSpec) -> Iterator[Contradiction]:
     yield from _training(spec.training, spec.data)
     yield from _neftune(spec.training, spec.parallel)
     yield from cuda_graph_contradictions(spec)
+    yield from float8_rules(spec)
     yield from _tokens(spec)
     yield from _processes(spec)
     yield from _fsdp(spec.parallel, spec.topology)

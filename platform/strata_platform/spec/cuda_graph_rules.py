@@ -49,6 +49,7 @@ def cuda_graph_rules(spec: RunSpec) -> Iterator[CudaGraphRule]:
     yield CudaGraphRule(
         spec.is_quantized, "adapter.quantization", "unpacks weights in another library, outside of graphs"
     )
+    yield CudaGraphRule(training.float8 != "none", "training.float8", "was not tested in graphs")
     yield CudaGraphRule(
         spec.optimizer.in_backward, "optimizer.in_backward", "steps in the backward pass, at a rate that changes"
     )

@@ -67,6 +67,7 @@ FEATURES: dict[str, Settings] = {
     "training.activation_offloading": {"training": {"gradient_checkpointing": "full", "activation_offloading": True}},
     "training.compile": {"training": {"compile": True}},
     "training.cuda_graphs: true": {"training": {"cuda_graphs": True}},
+    "training.float8: tensorwise": {"training": {"float8": "tensorwise"}},
     "training.deterministic": {"training": {"deterministic": True}},
     "training.gradient_accumulation_steps: 2": {"training": {"gradient_accumulation_steps": 2}},
     "data.packing: false": {"data": {"packing": False}},

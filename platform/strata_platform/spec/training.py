@@ -56,6 +56,12 @@ class Training(Section):
         "the first steps are bound by the host and the run supports it; `true` refuses a run that does not. Graphs are "
         "for one process, packed rows and `pretrain` or `sft`, without dropout and recomputation.",
     )
+    float8: Literal["none", "tensorwise", "rowwise"] = Field(
+        "none",
+        description="Multiply in FP8 in the linear layers except the head, where that is faster: `tensorwise` with one "
+        "scale for each tensor, `rowwise` with one for each row, which is more exact and slower. Weights, gradients "
+        "and optimizer stay as they are. Needs a GPU with FP8 (Ada, Hopper, Blackwell); emulated on CPUs.",
+    )
     deterministic: Flag = Field(
         False,
         description="Use only PyTorch algorithms that repeat bit for bit. An operation that has none ends the run.",

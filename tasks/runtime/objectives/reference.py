@@ -92,7 +92,7 @@ def with_reference_log_probs(
 def reference_file(spec: RunSpec, content_hash: str, base: str, split: str = "train") -> Path:
     """The file with log-probabilities of the model with fingerprint `base`, for this split and compute dtype."""
     weights = str(compute_dtype(spec.model, spec.parallel)).removeprefix("torch.") + (
-        "-nf4" if spec.is_quantized else ""
+        "-nf4" if spec.is_quantized else "" if spec.training.float8 == "none" else f"-float8-{spec.training.float8}"
     )
     rows = "" if split == "train" else f"-{split}"
     return Path(spec.output).absolute() / "reference" / f"{content_hash}-{base}-{weights}{rows}.safetensors"

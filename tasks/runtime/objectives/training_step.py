@@ -18,6 +18,7 @@ from tasks.runtime.models.build import (
     has_fused_loss,
     prepare_for_training,
 )
+from tasks.runtime.models.float8 import use_float8
 from tasks.runtime.models.neftune import add_neftune
 from tasks.runtime.models.score_head import score_positions
 from tasks.runtime.models.varlen_attention import set_varlen_attention, uses_varlen, with_cu_seqlens
@@ -61,6 +62,8 @@ def build_training_step(
         add_neftune(model, alpha)
     score_positions(model)
     patched = prepare_for_training(model, spec.kernels, spec.training)
+    # After the kernel layer, which proves modules by the class that they have in the model's code.
+    use_float8(model, spec.training)
     collate = with_model_inputs(collator(spec.model.attention), model, data)
     varlen = uses_varlen(spec.model, spec.parallel, model.config, device)
     if varlen:

@@ -51,6 +51,7 @@ def _values(record: CompletionRecord, points: Sequence[MetricPoint], spec_yaml: 
         "more_samples": collapsed,
         "warmup": sections.warmup(record),
         "kernels": sections.kernels(record),
+        "float8": sections.float8(record),
         "data": sections.data(record),
         "sources": sections.sources(record),
         "accounting": sections.accounting(record.data),

@@ -27,7 +27,9 @@ NO_WRAP_CHARACTERS = 12
 """Longest text of a table cell that does not wrap, even on a narrow page."""
 
 # Fields of the record that have their own sections.
-_NESTED = frozenset({"data", "kernels", "warmup", "versions", "samples", "task_scores", "evaluations", "sources"})
+_NESTED = frozenset(
+    {"data", "kernels", "float8", "warmup", "versions", "samples", "task_scores", "evaluations", "sources"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +293,15 @@ def _kernel(kernel: Mapping[str, Any]) -> Code:
 def kernels(record: CompletionRecord) -> Table:
     """Number of modules with a fused operator, by operator."""
     return Table(("Operator", "Modules patched"), [(Code(name), grouped(n)) for name, n in record.kernels.items()])
+
+
+def float8(record: CompletionRecord) -> str | None:
+    """Which layers multiplied in FP8, in a sentence; None without `training.float8`."""
+    if not record.float8:
+        return None
+    exact = record.float8["exact"]
+    rest = f" but those for which that is not faster: {', '.join(exact)}" if exact else ""
+    return f"Linear layers multiplied in FP8 ({record.float8['scaling']}){rest}."
 
 
 def data(record: CompletionRecord) -> Table:

@@ -46,6 +46,7 @@ _CHANGEABLE = {
         "activation_offloading",
         "compile",
         "cuda_graphs",
+        "float8",
         "deterministic",
     },
 }

@@ -152,6 +152,8 @@ class CompletionRecord(BaseModel):
     """Of several sources, in the order of the spec."""
     kernels: dict[str, int]
     """Number of patched modules, by operator."""
+    float8: dict[str, Any] = {}
+    """With `training.float8`: `scaling`, and `exact`, the layers for which FP8 was not faster."""
     warmup: dict[str, Any]
     """Kernels compiled before training; see the kernel layer's WarmupReport."""
     versions: dict[str, str]

@@ -19,6 +19,7 @@ from tasks.runtime.data.mixture import source_shares
 from tasks.runtime.metrics.progress import report_progress
 from tasks.runtime.metrics.recorder import throughput, utilization
 from tasks.runtime.models.custom_code import model_code
+from tasks.runtime.models.float8 import FLOAT8
 from tasks.runtime.objectives import Custom, Objective
 from tasks.runtime.objectives.training_step import TrainingStep
 from tasks.runtime.process.ranks import Processes
@@ -88,6 +89,7 @@ def write_record(
         data=_counts(data),
         sources=source_shares(data.manifest, run.spec.data.weights, spans_read(done, run.spec.rows_per_step, skips)),
         kernels=dict(step.patched.counts) if step.patched else {},
+        float8=metadata.get(FLOAT8, {}),
         warmup=warmup.to_dict(),
         versions=versions(),
         code=_code(data, step.objective) | callbacks | model_code(run.spec.model),

@@ -39,6 +39,7 @@ from tasks.runtime.models.build import (
     saved_dtype,
     set_special_tokens,
 )
+from tasks.runtime.models.float8 import keep_slow_layers, quantize_frozen_weights, saves_frozen_weights
 from tasks.runtime.models.lora import add_adapter, base_fingerprint, describe_experts, require_base
 from tasks.runtime.models.pissa import (
     INITIAL,
@@ -191,11 +192,14 @@ def build_job(
     model, collate = step.model, step.collate
     objective = with_cuda_graphs(step, run.spec, run.processes)
     set_dtypes(model, run.processes.on_main(lambda: dtypes_of(model)))
+    metadata = checkpoint.metadata_of(resume_from) if resume_from else {}
+    dtype = compute_dtype(run.spec.model, run.spec.parallel)
+    float8 = keep_slow_layers(model, run.spec, run.processes, dtype, metadata)
+    quantize_frozen_weights(model, run.spec, run.processes.device)
     compile_layers(model, run.spec.training)
     strategy = build_strategy(run.spec, run.processes)
     wrapped = strategy.wrap(model, weights_loaded_later=resume_from is not None and run.spec.adapter.type == "none")
     wrapped, optimizer = strategy.attach_optimizer(wrapped, build_optimizer(model, run.spec))
-    metadata = checkpoint.metadata_of(resume_from) if resume_from else {}
     continues = resume_from is not None
     start = ObjectiveContext(
         run.spec, run.processes, data, strategy, wrapped, base, continues=continues, metadata=metadata, collate=collate
@@ -216,6 +220,7 @@ def build_job(
             "data_hash": data.manifest.identities[0],
             "base": base,
             **({AVERAGED_BY: run.spec.optimizer.betas[0]} if run.spec.optimizer.type == "schedule_free" else {}),
+            **float8,
             **objective.metadata(),
         },
     )
@@ -282,7 +287,8 @@ def _build_model(run: Session, resume_from: Path | None) -> tuple[PreTrainedMode
     dtype = saved_dtype(resume_from) if resume_from else None
     # Under FSDP, rank 0 broadcasts exact weights. Otherwise every rank reads its own: a 4-bit weight cannot be
     # broadcast without the scales that its layer keeps.
-    reads = run.processes.is_main or (spec.is_quantized and spec.parallel.type != "fsdp")
+    packs = saves_frozen_weights(spec) or (spec.is_quantized and spec.parallel.type != "fsdp")
+    reads = run.processes.is_main or packs
     model = build_model(spec.model, spec.seed, dtype=dtype) if reads else build_model_on_meta(spec.model, dtype=dtype)
     if not resume_from:
         # Checked before quantization: quantized layers do not run on the CPU.

@@ -20,6 +20,7 @@ from strata_platform.spec.run_spec import Parallel
 from tasks.runtime.data import collator
 from tasks.runtime.data.dataset import Batch
 from tasks.runtime.models.build import build_planning_model, compute_dtype, has_fused_loss, has_router_loss, model_dtype
+from tasks.runtime.models.float8 import quantize_frozen_weights
 from tasks.runtime.models.lora import add_adapter
 from tasks.runtime.objectives import build_validation_objective
 from tasks.runtime.objectives.objective import model_inputs
@@ -38,6 +39,7 @@ def plan_kernels(spec: RunSpec) -> Plan:
     model = build_planning_model(spec.model, compute_dtype(spec.model, spec.parallel))
     add_adapter(model, spec.adapter, spec.seed)
     step = build_training_step(model, spec, torch.device("cuda"))
+    quantize_frozen_weights(model, spec, torch.device("meta"))
     model.train()
     first, *others = _batches(step, spec)
 

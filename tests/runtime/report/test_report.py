@@ -209,6 +209,14 @@ def test_what_was_read_of_several_sources_is_a_table():
     assert "Sources" not in page_of(make_points(3)).tables
 
 
+def test_layers_that_stay_exact_beside_fp8_are_named():
+    found = {"scaling": "tensorwise", "exact": ["model.layers.0.self_attn.k_proj"]}
+    page = page_of(make_points(60), float8=found)
+    expected = "FP8 (tensorwise) but those for which that is not faster: model.layers.0.self_attn.k_proj."
+    assert expected in page.sections["Fused operators"]
+    assert "FP8" not in page_of(make_points(60)).sections["Fused operators"]
+
+
 def test_tables_hold_the_record():
     tables = page_of(make_points(60)).tables
     assert tables["Fused operators"] == [
@@ -222,6 +230,7 @@ def test_tables_hold_the_record():
     assert set(fields) - {"Field"} == set(CompletionRecord.model_fields) - {
         "data",
         "kernels",
+        "float8",
         "warmup",
         "versions",
         "samples",

@@ -1,0 +1,27 @@
+"""Products of FP8 matrices: of the chip, or emulated in fp32 where it has none."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def product(
+    a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, dtype: torch.dtype, *, fast: bool = False
+) -> Tensor:
+    """`(a * a_inverse) @ (b * b_inverse).T` in `dtype`, summed in fp32.
+
+    Args:
+        a: [M, K], FP8, contiguous; K divisible by 16.
+        b: [N, K], FP8, contiguous; N divisible by 16.
+        a_inverse, b_inverse: [1] and [1], or [M, 1] and [N, 1], fp32.
+        fast: sum in the tensor cores' own, narrower accumulators.
+    """
+    if a.device.type == "cpu":
+        return ((a.float() * a_inverse) @ (b.float() * b_inverse).t()).to(dtype)
+    if a_inverse.numel() == b_inverse.numel() == 1:
+        a_inverse, b_inverse, given = a_inverse.view(()), b_inverse.view(()), dtype
+    else:
+        # With a scale for each row, PyTorch has products that give bf16 alone.
+        b_inverse, given = b_inverse.view(1, -1), torch.bfloat16
+    return torch._scaled_mm(a, b.t(), a_inverse, b_inverse, out_dtype=given, use_fast_accum=fast).to(dtype)

@@ -1,0 +1,221 @@
+"""Linear layers in FP8 against torchao's, which are emulated on CPUs: the same bits of casts, the same gradients."""
+
+import dataclasses
+import gc
+import os
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from strata_kernels.ops.float8 import cast as casts
+from strata_kernels.ops.float8 import linear as linears
+from strata_kernels.ops.float8.cast import E4M3, E5M2, cast, transpose
+from strata_kernels.ops.float8.linear import float8_frozen_linear, float8_linear, quantize_weight
+
+host = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="has been tested without the interpreter")
+torchao = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+SCALINGS = ["tensorwise", "rowwise"]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def exact_conversions(monkeypatch) -> None:
+    """Triton's interpreter rounds to FP8 wrongly where a mantissa overflows; PyTorch's conversion takes its place."""
+    if "TRITON_INTERPRET" not in os.environ:
+        return
+    from triton.runtime import interpreter
+    from triton.runtime.interpreter import TensorHandle
+
+    formats = {"fp8e4nv": E4M3, "fp8e5": E5M2}
+    plain = interpreter.InterpreterBuilder.cast_impl
+
+    def convert(builder, source, kind):
+        if kind.scalar.name not in formats or source.dtype.scalar.name != "fp32":
+            return plain(builder, source, kind)
+        values = torch.tensor(source.data).to(formats[kind.scalar.name]).view(torch.uint8).numpy()
+        return TensorHandle(values, kind.scalar)
+
+    for name in ("cast_impl", "create_fp_trunc", "create_fp_to_fp"):
+        if hasattr(interpreter.InterpreterBuilder, name):
+            monkeypatch.setattr(
+                interpreter.InterpreterBuilder, name, lambda builder, source, kind, *_: convert(builder, source, kind)
+            )
+
+
+def torchao_cast(x, scaling, axis, dtype):
+    from torchao.float8.config import ScalingGranularity
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import LinearMMConfig
+
+    rowwise = scaling == "rowwise"
+    found = hp_tensor_to_float8_dynamic(
+        x,
+        dtype,
+        LinearMMConfig(),
+        scaling_granularity=ScalingGranularity.AXISWISE if rowwise else ScalingGranularity.TENSORWISE,
+        axiswise_dim=axis if rowwise else None,
+        round_scales_to_power_of_2=rowwise,
+    )
+    return found._data.float(), found._scale
+
+
+@torchao
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("shape", [(1, 16), (37, 48), (130, 272)], ids=str)
+def test_a_cast_has_torchaos_bits_both_ways(shape, scaling, dtype, device, poisoned) -> None:
+    pytest.importorskip("torchao")
+    x = (torch.randn(shape) * torch.logspace(-3, 3, shape[0])[:, None]).to(device, dtype)
+    for e5m2 in [False] + [True] * (scaling == "tensorwise"):
+        found = cast(x, scaling, rows=True, columns=True, e5m2=e5m2)
+        rows, row_scale = torchao_cast(x, scaling, -1, E5M2 if e5m2 else E4M3)
+        columns, column_scale = torchao_cast(x, scaling, 0, E5M2 if e5m2 else E4M3)
+        assert torch.equal(found.rows.float(), rows)
+        assert torch.equal(found.transposed[:, : shape[0]].float(), columns.t())
+        assert not found.transposed[:, shape[0] :].float().any()
+        assert torch.equal(found.row_inverse.flatten(), row_scale.reciprocal().flatten())
+        assert torch.equal(found.column_inverse.flatten(), column_scale.reciprocal().flatten())
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_one_direction_is_that_of_both(scaling, device, poisoned) -> None:
+    x = torch.randn(20, 32, device=device)
+    both = cast(x, scaling, rows=True, columns=True)
+    rows, columns = (cast(x, scaling, rows=one, columns=not one) for one in (True, False))
+    assert torch.equal(rows.rows.float(), both.rows.float()) and torch.equal(rows.row_inverse, both.row_inverse)
+    assert torch.equal(columns.transposed.float(), both.transposed.float())
+    assert torch.equal(columns.column_inverse, both.column_inverse)
+    assert rows.transposed.numel() == columns.rows.numel() == 0
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_is_seen_in_the_result(value, scaling, device) -> None:
+    x = torch.randn(3, 32, device=device)
+    x[1, 5] = value
+    y = float8_linear(x, torch.randn(16, 32, device=device), scaling=scaling)
+    assert y[1].isnan().all()
+    assert y.isnan().all() == (scaling == "tensorwise")
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_zeros(scaling, device) -> None:
+    x, w = torch.zeros(3, 32, device=device), torch.randn(16, 32, device=device)
+    assert not float8_linear(x, w, scaling=scaling).any()
+
+
+def test_transpose(device, poisoned) -> None:
+    y = torch.randn(20, 48, device=device).to(E4M3)
+    found = transpose(y)
+    assert torch.equal(found[:, :20].float(), y.float().t()) and not found[:, 20:].float().any()
+
+
+@torchao
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_results_and_gradients_are_torchaos(scaling, dtype, device, poisoned) -> None:
+    pytest.importorskip("torchao")
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    layer = nn.Linear(48, 64).to(device, dtype)
+    x = torch.randn(3, 11, 48, device=device).to(dtype).requires_grad_()
+    y = float8_linear(x, layer.weight, layer.bias, scaling=scaling)
+    dy = torch.randn_like(y)
+    found = (y, *torch.autograd.grad(y, [x, layer.weight, layer.bias], dy))
+    emulated = device.type == "cpu"
+    config = dataclasses.replace(
+        Float8LinearConfig.from_recipe_name(scaling), emulate=emulated, pad_inner_dim=not emulated
+    )
+    (theirs,) = convert_to_float8_training(nn.Sequential(layer), config=config)
+    y = theirs(x)
+    expected = (y, *torch.autograd.grad(y, [x, theirs.weight, theirs.bias], dy))
+    for ours, torchaos in zip(found, expected, strict=True):
+        # The same factors; sums in another order, or a rounding of bf16 that falls to the other side.
+        torch.testing.assert_close(ours, torchaos, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-4)
+        assert ours.dtype == torchaos.dtype
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_error_is_that_of_three_bits(scaling, device) -> None:
+    x, w = torch.randn(64, 256, device=device), torch.randn(128, 256, device=device)
+    exact = functional.linear(x.double(), w.double())
+    error = (float8_linear(x, w, scaling=scaling) - exact).norm() / exact.norm()
+    assert 0.01 < error < 0.05
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_frozen_weight_keeps_no_input(scaling, device) -> None:
+    x, w = torch.randn(4, 32, device=device, requires_grad=True), torch.randn(16, 32, device=device)
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = float8_linear(x, w, scaling=scaling)
+    assert {t.shape for t in saved if t.dtype in (E4M3, torch.float32)} <= {w.shape}
+    y.sum().backward()
+    assert x.grad is not None
+
+
+def test_a_weight_that_is_fp8_in_memory_computes_the_same(device) -> None:
+    x, w, b = torch.randn(5, 48, device=device), torch.randn(64, 48, device=device), torch.randn(64, device=device)
+    results = []
+    for multiply in (lambda x: float8_linear(x, w, b), lambda x: float8_frozen_linear(x, *quantize_weight(w), b)):
+        leaf = x.clone().requires_grad_()
+        y = multiply(leaf)
+        results.append((y, *torch.autograd.grad(y.square().sum(), leaf)))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_layers_with_one_input_share_its_cast(device, monkeypatch) -> None:
+    counted: list[object] = []
+    plain = casts.cast
+    monkeypatch.setattr(linears, "cast", lambda x, *args, **options: counted.append(x) or plain(x, *args, **options))
+    x = torch.randn(4, 32, device=device)
+    weights = [torch.randn(16, 32, device=device) for _ in range(3)]
+    first = [float8_linear(x, w) for w in weights]
+    assert len(counted) == 4
+    x.mul_(-1)
+    second = [float8_linear(x, w) for w in weights]
+    assert len(counted) == 8
+    assert all(torch.equal(a, -b) for a, b in zip(first, second, strict=True))
+    kept = weakref.ref(linears._last.found.rows)
+    del x, counted[:]
+    gc.collect()
+    assert kept() is None
+
+
+@host
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_compiled_is_eager(scaling, device) -> None:
+    x, w = torch.randn(4, 32, device=device), torch.randn(16, 32, device=device)
+    results = []
+    multiply = lambda x, w: float8_linear(x, w, scaling=scaling).square().sum()  # noqa: E731
+    for function in (multiply, torch.compile(multiply, fullgraph=True, backend="aot_eager")):
+        leaves = [t.clone().requires_grad_() for t in (x, w)]
+        results.append(torch.autograd.grad(function(*leaves), leaves))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@host
+def test_operators_are_well_formed(device) -> None:
+    x = torch.randn(20, 32, device=device)
+    ops = torch.ops.strata
+    torch.library.opcheck(ops.float8_amax.default, (x,))
+    amax = ops.float8_amax(x)
+    torch.library.opcheck(ops.float8_cast.default, (x, amax, False, True, False), test_utils=("test_schema",))
+    for op, args in ((ops.float8_cast, (x, amax, True, True, True)), (ops.float8_cast_rowwise, (x, True, False))):
+        real, fake = op(*args), op(*(t.to("meta") if isinstance(t, torch.Tensor) else t for t in args))
+        assert [(t.shape, t.dtype, t.stride()) for t in real] == [(t.shape, t.dtype, t.stride()) for t in fake]
+
+
+@host
+def test_wrong_arguments(device) -> None:
+    x = torch.randn(4, 32)
+    with pytest.raises(
+        ValueError, match="weight must be a matrix with sizes divisible by 16, got float32 \\[15, 32\\]"
+    ):
+        float8_linear(x, torch.randn(15, 32))
+    with pytest.raises(ValueError, match="scaling must be one of tensorwise, rowwise, got 'blockwise'"):
+        float8_linear(x, torch.randn(16, 32), scaling="blockwise")
