@@ -18,7 +18,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,34 +30,26 @@ from strata_platform.spec import RunSpec
 
 SPEC = Path(__file__).parents[1] / "tests" / "e2e" / "spec.yaml"
 TRAIN = "train"
-# The tasks before training, in their order: each is a pod.
-BEFORE = ("plan", "prepare", "wiring")
-TASKS = {"tasks-prepare-plan": "plan", "tasks-prepare-prepare": "prepare", "workflows-finetune": "wiring"}
+# The task before training: a pod. Data are prepared once, by the first submission.
+BEFORE = ("start",)
+TASKS = {"workflows-finetune-start": "start", "tasks-prepare-prepare": "prepare"}
 
 # What passes between two moments: a name, the two, and what happens between them.
 Stage = tuple[str, str, str, str]
 FIRST: tuple[Stage, ...] = (
     ("request", "begin", "answered", "client and Flyte: version, name, CreateExecution, until submit returns"),
-    ("propeller", "answered", "plan created", "Flyte's propeller, until it has made the first pod"),
-    ("scheduler", "plan created", "plan scheduled", "until the pod has a node"),
-    ("kubelet", "plan scheduled", "plan running", "until its container runs: volumes, network, runtime"),
-)
-HANDING: tuple[Stage, ...] = tuple(
-    stage
-    for before, after in pairwise(BEFORE)
-    for stage in (
-        (f"to {after}", f"{before} ended", f"{after} created", "Flyte notices the end and makes the next pod"),
-        (f"start {after}", f"{after} created", f"{after} running", "scheduler and kubelet"),
-    )
+    ("propeller", "answered", "start created", "Flyte's propeller, until it has made the first pod"),
+    ("scheduler", "start created", "start scheduled", "until the pod has a node"),
+    ("kubelet", "start scheduled", "start running", "until its container runs: volumes, network, runtime"),
 )
 JOB: tuple[Stage, ...] = (
-    ("to the job", "wiring ended", "job created", "Flyte notices the end and makes the training job"),
+    ("to the job", "start ended", "job created", "Flyte notices the end and makes the training job"),
     ("queue", "job created", "job admitted", "Kueue: makes the workload and admits it, the queue being empty"),
     ("operator", "job admitted", "train created", "Kueue resumes the job, the operator makes its pods"),
     ("job's scheduler", "train created", "train scheduled", "until the first pod has a node"),
     ("job's kubelet", "train scheduled", "train running", "until its container runs"),
 )
-MEANINGS = {name: meaning for name, _, _, meaning in FIRST + HANDING + JOB}
+MEANINGS = {name: meaning for name, _, _, meaning in FIRST + JOB}
 
 
 class Moments:
@@ -151,7 +142,7 @@ def submission(runs: Client, moments: Moments, namespace: str, last: str) -> dic
 
 def rows_of(seen: list[dict[str, float]], whole: bool) -> list[dict[str, float]]:
     """Seconds by stage of each submission, and their sums."""
-    rows = [stages(moments, FIRST + HANDING + JOB if whole else FIRST) for moments in seen]
+    rows = [stages(moments, FIRST + JOB if whole else FIRST) for moments in seen]
     for row, moments in zip(rows, seen, strict=True):
         platform = sum(row.values())
         if whole:
@@ -183,7 +174,7 @@ def main() -> None:
     show("registration", registered, "strata submit --image, before the request")
     # Of the version that is registered now.
     runs, moments = Client(FlyteBackend(*place), poll=0.5), Moments(namespace)
-    for last, count in (("plan running", asked.runs), ("train running", asked.whole)):
+    for last, count in (("start running", asked.runs), ("train running", asked.whole)):
         begin = time.monotonic()
         seen = [submission(runs, moments, namespace, last) for _ in range(count)]
         load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"

@@ -106,7 +106,7 @@ class TrainingTask(PytorchElasticFunctionTask):
 def _final_failure(reported: BaseException | None) -> FlyteUserRuntimeException | None:
     """The first error in this pod that another attempt cannot mend; `reported` is the one that the agent raised.
 
-    The agent polls its processes every few seconds and reports the lowest rank among those that have ended by then,
+    The agent polls its processes every second and reports the lowest rank among those that have ended by then,
     which is not always the one that ended first.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure

@@ -1,4 +1,4 @@
-"""Flyte tasks: name the data that a run reads, and prepare it."""
+"""Name the data that a run reads; Flyte tasks that prepare it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from flytekit import Cache, task
 from flytekit.types.directory import FlyteDirectory
 
 from strata_platform import queue_shares
+from strata_platform.file_io import write_atomic
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.attempts import retried_by_flyte
-from tasks.paths import directory, is_local
+from tasks.paths import directory, is_local, is_stored
 from tasks.resources import CONTROL_TASK, PREPARE_TASK
 from tasks.runtime.preflight import run_checks
 from tasks.runtime.process.log import configure_logging
@@ -50,7 +51,6 @@ _SHARE = 32
 _MAX_SHARES = 5000
 
 
-@task(**CONTROL_TASK)
 def plan(spec: RunSpec) -> Planned:
     """Reject a run that cannot work before it costs anything, and identify its data by content."""
     configure_logging()
@@ -100,9 +100,29 @@ def prepare(recipe: DataRecipe, output: str, url: str) -> Prepared:
     with retried_by_flyte():
         if not url:
             prepare(recipe, folder, report=log.info)
-            return Prepared(directory(folder), [])
+            data = directory(folder)
+            if not is_local():
+                write_atomic(_address_of(folder), str(data.remote_source).encode(), durable=True)
+            return Prepared(data, [])
         plans = begin(recipe, folder, report=log.info, url=url)
     return Prepared(directory(folder), shares({number: len(plan.parts) for number, plan in plans.items()}))
+
+
+def found(planned: Planned) -> FlyteDirectory | None:
+    """Prepared data that an earlier run with this recipe and output folder stored, if they are still there.
+
+    Flyte has a cache of its own, which costs a pod less, too, but a pod that knows the recipe had to start before.
+    """
+    note = _address_of(data_folder(planned.output, planned.recipe))
+    if is_local() or planned.url or not note.exists():
+        return None
+    address = note.read_text(encoding="utf-8")
+    return FlyteDirectory.from_source(address) if is_stored(address) else None
+
+
+def _address_of(folder: Path) -> Path:
+    """The file with the address of prepared data in the object store; beside them, so that they stay as they are."""
+    return folder.with_name(f"{folder.name}.stored-{format_versions.DATA}")
 
 
 def shares(parts: Mapping[int, int]) -> list[str]:

@@ -30,6 +30,8 @@ from tasks.runtime.run_folder.record import CompletionRecord
 
 # Restarts of a pod's processes before the attempt fails. A new process takes seconds, a new pod minutes.
 MAX_RESTARTS = 2
+# Seconds between two looks of the agent at its processes. torch's 5 s are lost at the end of each run.
+MONITOR_SECONDS = 1
 # Seconds from SIGTERM to SIGKILL for a pod. Its workers get less, so that the agent outlives them; torch 2.11 ignores
 # the variable and gives them 30.
 GRACE_SECONDS = 120
@@ -129,6 +131,7 @@ def training_task(nnodes: int, nproc_per_node: int) -> PythonTask[Any]:
             nnodes=nnodes,
             nproc_per_node=nproc_per_node,
             max_restarts=MAX_RESTARTS,
+            monitor_interval=MONITOR_SECONDS,
             # Without read_timeout a slow first pod breaks the rendezvous of the others.
             rdzv_configs={"timeout": 900, "join_timeout": 900, "read_timeout": 900},
             # However the job ends, its pods must release their GPUs.

@@ -8,9 +8,8 @@ from flytekit import dynamic, map_task, workflow
 from flytekit.types.directory import FlyteDirectory
 
 from strata_platform.spec import RunSpec
-from tasks.evaluate import evaluate
-from tasks.export import Exported, export
-from tasks.prepare import complete, plan, prepare, prepare_share
+from tasks.finish import Exported, finish, finished
+from tasks.prepare import complete, found, plan, prepare, prepare_share
 from tasks.resources import CONTROL_TASK, overrides, with_scheduling
 from tasks.topology import task_for
 
@@ -23,22 +22,41 @@ def finetune(spec: RunSpec = DEFAULT) -> Exported:
 
     `spec` is a YAML or JSON file. Without one, a small Llama learns to write docstrings from Python's standard library.
     """
-    planned = plan(spec=spec)
-    prepared = prepare(recipe=planned.recipe, output=planned.output, url=planned.url)
-    return train_evaluate_export(spec=spec, data=prepared.data, shares=prepared.shares)
+    return start(spec=spec)
 
 
-# Dynamic: Flyte fixes a task's topology and resources at registration, but the spec's are known only at run time.
+# Dynamic: Flyte fixes a task's topology and resources at registration, but the spec's are known only at run time. One
+# task plans, finds what is there already and starts the rest, because each pod costs seconds of imports.
+@dynamic(**CONTROL_TASK, node_dependency_hints=[prepare])
+def start(spec: RunSpec) -> Exported:
+    """Plan the run and start what is left of it: nothing, if it has finished before."""
+    planned = plan(spec)
+    if (outputs := finished(spec)) is not None:
+        return outputs
+    data = found(planned)
+    if data is None:
+        prepared = prepare(recipe=planned.recipe, output=planned.output, url=planned.url)
+        if planned.url:
+            return train_on_parts(spec=spec, data=prepared.data, shares=prepared.shares)
+        data = prepared.data
+    return _train_and_finish(spec, read=data, data=data)
+
+
 @dynamic(**CONTROL_TASK)
-def train_evaluate_export(spec: RunSpec, data: FlyteDirectory, shares: list[str]) -> Exported:
-    """The part of the workflow that uses the topology and the resources of the spec, and the number of parts."""
-    asked, one = spec.resources, overrides(spec.resources, gpus=1)
-    planned = data
+def train_on_parts(spec: RunSpec, data: FlyteDirectory, shares: list[str]) -> Exported:
+    """Prepare what is left of large data in as many pods as it takes, and train.
+
+    With streaming, training does not wait for the parts: it finds them in the store.
+    """
+    completed = data
     if shares:
-        data = complete(data=planned, prepared=map_task(partial(prepare_share, data=planned))(share=shares))
-    # With streaming, training does not wait for the parts: it finds them in the store.
-    read = planned if spec.data.streaming else data
+        completed = complete(data=data, prepared=map_task(partial(prepare_share, data=data))(share=shares))
+    return _train_and_finish(spec, read=data if spec.data.streaming else completed, data=completed)
+
+
+def _train_and_finish(spec: RunSpec, *, read: FlyteDirectory, data: FlyteDirectory) -> Exported:
+    """The part of a workflow that uses the topology and the resources of the spec. `read`: what training reads."""
+    asked = spec.resources
     trained = with_scheduling(task_for(spec.topology), asked)(spec=spec, data=read).with_overrides(**overrides(asked))
-    measure, write = with_scheduling(evaluate, asked), with_scheduling(export, asked)
-    record = measure(spec=spec, record=trained.record, weights=trained.weights, data=data).with_overrides(**one)
-    return write(spec=spec, record=record, weights=trained.weights, data=data).with_overrides(**one)
+    last = with_scheduling(finish, asked)(spec=spec, record=trained.record, weights=trained.weights, data=data)
+    return last.with_overrides(**overrides(asked, gpus=1))

@@ -6,7 +6,7 @@ from flytekit import workflow
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.objectives import Pretrain
-from tasks.export import Exported
+from tasks.finish import Exported
 from workflows.finetune import finetune
 
 DEFAULT = RunSpec(name="pretrain", objective=Pretrain())

@@ -10,7 +10,7 @@ from datetime import datetime
 from flytekit import workflow
 
 from strata_platform.spec import RunSpec
-from tasks.export import Exported
+from tasks.finish import Exported
 from tasks.scheduled import announce, announce_failure, dated_spec
 from workflows.finetune import finetune
 

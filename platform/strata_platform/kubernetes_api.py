@@ -198,7 +198,7 @@ class KubernetesApi:
         return urllib3.PoolManager(**common)
 
     def request(self, method: str, path: str, body: Any = None, **query: Any) -> urllib3.BaseHTTPResponse:
-        """Send a request and return the whole response."""
+        """Send a request and return the whole response. The body of a PATCH is a merge patch."""
         return self._send(method, path, body, query)
 
     def get(self, path: str, **query: Any) -> Object:
@@ -241,7 +241,7 @@ class KubernetesApi:
         headers = {**self.access.headers, "Accept": "application/json, */*"}
         if body is not None:
             more["body"] = json.dumps(body)
-            headers["Content-Type"] = "application/json"
+            headers["Content-Type"] = f"application/{'merge-patch+' if method == 'PATCH' else ''}json"
         answer = self._pool.request(method, url, headers=headers, **more)
         if answer.status >= 400:
             reason = answer.reason or "Unknown"

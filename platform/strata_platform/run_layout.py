@@ -5,6 +5,7 @@
     checkpoints/         a folder for each saved step
     record.json          the completion record, once every step is done
     model/, report.html  the exported model and the report
+    stored_outputs.json  where a cluster keeps the model, the report and the record
     weights/             the trained weights on their way to evaluation and export
     attempts.txt         a line for each start of the training processes
     hangs/               stacks of processes that hung, by start
@@ -87,6 +88,11 @@ class RunLayout:
     def record(self) -> Path:
         """The completion record; missing until every step is done."""
         return self.root / RECORD
+
+    @property
+    def stored_outputs(self) -> Path:
+        """Addresses of a finished run's outputs in Flyte's object store; missing on one machine."""
+        return self.root / "stored_outputs.json"
 
     @property
     def lock_file(self) -> Path:

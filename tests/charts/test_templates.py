@@ -6,6 +6,7 @@ import re
 import pytest
 import yaml
 
+from strata_platform.chart import removal
 from strata_platform.chart.cluster_test import Cluster
 from strata_platform.estimate.prices import CONFIG_MAP, KEY, Price, parse_prices
 from strata_platform.queue_shares import Shares
@@ -328,7 +329,7 @@ def test_a_toleration_of_a_value_compares_it(helm, tmp_path):
 
 
 def test_kernels_are_baked_where_pods_look_for_them(helm, rendered):
-    jobs = of_kind(rendered["teams"], "Job")
+    jobs = [job for job in of_kind(rendered["teams"], "Job") if job["metadata"]["name"].startswith("strata-bake")]
     assert len(jobs) == 3
     for job in jobs:
         assert_restricted(job["spec"]["template"]["spec"])
@@ -420,8 +421,35 @@ def test_tests_have_rights_only_while_they_run(rendered):
         if item["metadata"]["name"].startswith("strata-test"):
             assert item["metadata"]["annotations"]["helm.sh/hook"] == "test"
     for role in of_kind(rendered["teams"], "Role"):
-        assert all(set(rule["verbs"]) <= {"get", "list", "watch", "create", "delete"} for rule in role["rules"])
+        allowed = {"get", "list", "watch", "create", "delete"} | (
+            {"patch"} if role["metadata"]["name"] == "strata-removal" else set()
+        )
+        assert all(set(rule["verbs"]) <= allowed for rule in role["rules"])
         assert all("secrets" not in rule["resources"] for rule in role["rules"])
+
+
+def test_what_is_removed_first_is_what_is_installed(helm, rendered):
+    for name, objects in rendered.items():
+        jobs = [job for job in of_kind(objects, "Job") if job["metadata"]["name"] == "strata-removal"]
+        assert len(jobs) == (0 if name == "objects-elsewhere" else 1)
+        for job in jobs:
+            pod = job["spec"]["template"]["spec"]
+            assert_restricted(pod)
+            (given,) = [item for item in pod["containers"][0]["env"] if item["name"] == removal.VARIABLE]
+            release = removal.Release.model_validate_json(given["value"])
+            for kind, names in (
+                ("ClusterQueue", release.cluster_queues),
+                ("ResourceFlavor", release.flavors),
+                ("Topology", release.topologies),
+            ):
+                assert names == [item["metadata"]["name"] for item in of_kind(objects, kind)]
+            local = [(i["metadata"]["namespace"], i["metadata"]["name"]) for i in of_kind(objects, "LocalQueue")]
+            assert release.local_queues == local
+    hooks = [item["metadata"] for item in rendered["teams"] if item["metadata"]["name"] == "strata-removal"]
+    assert len(hooks) == 6
+    assert {item["annotations"]["helm.sh/hook"] for item in hooks} == {"pre-delete"}
+    off = helm.render("--values", CHART / "ci" / "teams-values.yaml", "--set", "removal.enabled=false")
+    assert not [item for item in off if item["metadata"]["name"] == "strata-removal"]
 
 
 def test_what_is_tested_is_what_is_installed(rendered):

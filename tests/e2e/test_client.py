@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from strata_platform.errors import RunExists
+from strata_platform.backends.flyte_messages import NAME, OWNER, spec_inputs
+from strata_platform.errors import BackendError, RunExists, RunNotFound
 from strata_platform.runs import Phase, Stage
 from tasks.runtime.run_folder.record import CompletionRecord
-from tests.e2e.helpers.cluster import DOMAIN, MIDDLE, NO_ROOM, PROJECT, ROOT, SPEC, named
+from tests.e2e.helpers.cluster import DOMAIN, MIDDLE, NO_ROOM, PROJECT, ROOT, SPEC, Run, named, until
 
 STEPS = SPEC["training"]["steps"]
 
@@ -78,6 +79,33 @@ def test_outputs_are_fetched(strata, preempted, tmp_path):
     assert json.loads((Path(outputs.model) / "config.json").read_text())["model_type"] == "llama"
 
 
+# Resources that no queue of the tenant admits, and why.
+HOPELESS = {
+    "of-another-tenant": ({"queue": "rival"}, "there is no queue 'rival', only: express, research"),
+    "larger-than-the-share": ({"cpu": "2"}, "all pods together ask for 4 CPUs and at most 1.6 CPUs can be had"),
+}
+
+
+@pytest.mark.parametrize("case", HOPELESS)
+def test_a_run_that_no_queue_admits_is_refused_before_it_is_an_execution(strata, case):
+    asked, reason = HOPELESS[case]
+    spec = named("hopeless", resources=asked)
+    with pytest.raises(BackendError, match=reason):
+        strata.submit(spec)
+    with pytest.raises(RunNotFound):
+        strata.get(spec.name)
+
+
+@pytest.mark.parametrize("case", HOPELESS)
+def test_its_first_pod_refuses_it_where_the_client_did_not(cluster, case):
+    asked, reason = HOPELESS[case]
+    run = cluster.submit("hopeless", resources=asked)
+    run.until_done()
+    assert reason in run.error()
+    # Another attempt would find the same.
+    assert len(run.pods()) == 1 and not run.jobs()
+
+
 # A cancellation may end FlytePropeller 1.16 itself (see until_settled), and with it all tests that follow.
 @pytest.mark.slow
 def test_a_run_that_goes_on_is_one_and_is_canceled_and_its_name_used_again(cluster, strata):
@@ -108,6 +136,29 @@ def test_of_two_submissions_at_once_one_trains(cluster, strata):
     cluster.until_settled(spec.name)
     assert strata.get(spec.name).where.endswith(f"/{spec.name}")
     assert strata.cancel(spec.name).phase is Phase.ABORTED
+
+
+@pytest.mark.slow
+def test_list_and_get_mean_the_execution_that_the_console_relaunched(cluster, strata):
+    spec = named("relaunched", resources={"queue": "express"})
+    with cluster.held("express"):
+        first = strata.submit(spec)
+        until("it waits", lambda: strata.get(spec.name).phase is Phase.QUEUED)
+        # What the console sends: the inputs and labels of the execution, under a name of its own.
+        admin = strata.backend._admin
+        plan = admin.execution(spec.name).spec.launch_plan
+        admin.create(f"a{spec.name}", plan, spec_inputs(spec), {NAME: spec.name, OWNER: "ada"}, {})
+        (listed,) = [run for run in strata.list() if run.name == spec.name]
+        found = strata.get(spec.name)
+        assert first.where != found.where == listed.where and listed.owner == found.owner == "ada"
+        until("it waits", lambda: strata.get(spec.name).phase is Phase.QUEUED)
+        (listed,) = [run for run in strata.list(owner="ada") if run.name == spec.name]
+        assert (listed.phase, listed.stage, listed.queue) == (Phase.QUEUED, Stage.WAITING, "express")
+        for execution in (spec.name, f"a{spec.name}"):
+            cluster.until_settled(execution)
+        strata.cancel(spec.name)
+        for execution in (spec.name, f"a{spec.name}"):
+            Run(cluster, spec, cluster.remote.fetch_execution(name=execution)).until_done()
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from flytekit.types.file import FlyteFile
 from safetensors.torch import load_file
 
 from tasks.runtime.run_folder.record import CompletionRecord
-from tests.e2e.helpers.cluster import MIDDLE, NAMESPACE, QUEUES, SPEC, SUCCEEDED, until
+from tests.e2e.helpers.cluster import MIDDLE, NAMESPACE, SPEC, SUCCEEDED, until
 
 slow = pytest.mark.slow
 STEPS = SPEC["training"]["steps"]
@@ -57,16 +57,14 @@ def test_a_run_gives_way_to_an_urgent_pod(preempted, undisturbed):
 
 @slow
 def test_a_run_gives_way_to_an_urgent_run(cluster, undisturbed):
-    door = (*QUEUES, "express")
-    cluster.custom.patch_namespaced_custom_object(*door, {"spec": {"stopPolicy": "Hold"}})
-    one_pod = {"topology": {"nnodes": 1}, "parallel": {"type": "single"}, "training": {"steps": 2}}
-    asked = {"queue": "express", "priority": "urgent", "cpu": "1600m"}
-    urgent = cluster.submit("urgent", **one_pod, checkpoint={"every": 2}, resources=asked)
-    # Its pod is there and waits, so that it comes in the middle of the other's training and not when that is over.
-    until("the urgent run waits", lambda: [pod for pod in urgent.pods("dn0") if pod.spec.scheduling_gates])
-    run = cluster.submit("preempted")
-    run.until_step(MIDDLE)
-    cluster.custom.patch_namespaced_custom_object(*door, {"spec": {"stopPolicy": "None"}})
+    with cluster.held("express"):
+        one_pod = {"topology": {"nnodes": 1}, "parallel": {"type": "single"}, "training": {"steps": 2}}
+        asked = {"queue": "express", "priority": "urgent", "cpu": "1600m"}
+        urgent = cluster.submit("urgent", **one_pod, checkpoint={"every": 2}, resources=asked)
+        # Its pod is there and waits, so that it comes in the middle of the other's training and not when that is over.
+        until("the urgent run waits", lambda: [pod for pod in urgent.pods("dn0") if pod.spec.scheduling_gates])
+        run = cluster.submit("preempted")
+        run.until_step(MIDDLE)
     run.until_suspended()
     urgent.wait()
     assert urgent.record().status == "complete"

@@ -6,12 +6,16 @@ import pytest
 from click.testing import CliRunner
 from flytekit.clis.sdk_in_container.pyflyte import main
 
+from tasks.parameters import read_files_as_strata_does
+
 FILE = Path(__file__).parent / "helpers" / "print_spec.py"
 
 
 @pytest.fixture
 def pyflyte(tmp_path, monkeypatch):
     monkeypatch.setenv("FLYTE_LOCAL_CACHE_ENABLED", "false")
+    # As `workflows` does where a command line imports it; another test may have imported it without one.
+    read_files_as_strata_does()
     (tmp_path / "base.yaml").write_text("name: base\noutput: ${SCRATCH}/runs\n")
     (tmp_path / "my.yaml").write_text("include: base.yaml\noptimizer: {lr: 1.0e-3}\n")
 

@@ -3,6 +3,8 @@
 import copy
 import importlib
 import runpy
+import subprocess
+import sys
 from collections import OrderedDict
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,7 +26,7 @@ from tasks.prepare import plan
 from tasks.resources import RETRIES
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.topology import SHAPES, task_for, training_task
-from workflows.finetune import finetune, train_evaluate_export
+from workflows.finetune import finetune, train_on_parts
 from workflows.scheduled import scheduled
 from workflows.sweep import run_all
 
@@ -60,9 +62,8 @@ def registered():
 
 FINETUNE = {
     "workflows.finetune.finetune",
-    "tasks.prepare.plan",
     "tasks.prepare.prepare",
-    "workflows.finetune.train_evaluate_export",
+    "workflows.finetune.start",
 }
 
 
@@ -92,6 +93,13 @@ def test_names_are_those_of_the_modules(name, others):
 def test_names_of_the_verification_are_those_of_its_modules():
     sent = set(sent_with(importlib.import_module("workflows.verify").verify))
     assert sent == {"workflows.verify.verify", "workflows.verify.verify_as_trained"}
+
+
+def test_a_pod_imports_no_command_line_to_load_a_task():
+    loaded = "import sys, workflows.finetune, tasks.topology; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", loaded], cwd=ROOT, text=True, capture_output=True, check=True)
+    heavy = {"torch", "transformers", "datasets", "flytekit.clis.sdk_in_container.run"}
+    assert not heavy & set(modules.stdout.split())
 
 
 def test_every_workflow_is_looked_at():
@@ -200,8 +208,8 @@ SPEC = RunSpec.model_validate(
 
 
 def compiled(spec, shares=()):
-    """What the dynamic task makes for `spec` when it runs in a cluster."""
-    return compiled_by(train_evaluate_export, spec=spec, data="s3://bucket/data", shares=list(shares))
+    """What the dynamic task of large data makes for `spec` when it runs in a cluster."""
+    return compiled_by(train_on_parts, spec=spec, data="s3://bucket/data", shares=list(shares))
 
 
 def compiled_by(dynamic_task, **inputs):
@@ -225,12 +233,12 @@ def nodes():
 
 
 def test_the_spec_chooses_the_training_task(nodes):
-    assert set(nodes) == {"tasks.topology.train_2x8", "tasks.evaluate.evaluate", "tasks.export.export"}
+    assert set(nodes) == {"tasks.topology.train_2x8", "tasks.finish.finish"}
 
 
 @pytest.mark.parametrize(
     ("task", "gpus"),
-    [("tasks.topology.train_2x8", "8"), ("tasks.evaluate.evaluate", "1"), ("tasks.export.export", "1")],
+    [("tasks.topology.train_2x8", "8"), ("tasks.finish.finish", "1")],
 )
 def test_pods_get_what_the_spec_asks_for(nodes, task, gpus):
     overrides = nodes[task].task_node.overrides
@@ -256,7 +264,7 @@ def in_a_pod():
 def test_pods_without_a_common_folder_are_refused_before_they_start(in_a_pod):
     spec = RunSpec.model_validate({"topology": {"nnodes": 2, "nproc_per_node": 8}, "parallel": {"type": "ddp"}})
     with pytest.raises(ValueError, match=r"output 'out' is a folder inside each pod, but topology\.nnodes 2 pods"):
-        plan.task_function(spec)
+        plan(spec)
 
 
 @pytest.mark.parametrize("gpus", [0, 8])
@@ -269,7 +277,7 @@ def test_several_processes_without_gpus_are_warned_of_in_a_pod(in_a_pod, gpus, c
             "resources": {"gpu": gpus},
         }
     )
-    plan.task_function(spec)
+    plan(spec)
     warned = "resources.gpu is 0: the 8 processes of each pod train on CPUs; set resources.gpu to 8"
     assert (warned in capsys.readouterr().out) == (gpus == 0)
 
@@ -305,7 +313,7 @@ def test_what_the_image_lacks_is_said_before_data_are_prepared(asked, found, pro
         installed = None if found is None else SimpleNamespace(origin=found)
         monkeypatch.setattr(f"tasks.runtime.{module}.find_spec", lambda name, installed=installed: installed)
     with nullcontext() if problem is None else pytest.raises(ValueError, match=problem):
-        plan.task_function(spec)
+        plan(spec)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1)], ids=["pod", "job"])
@@ -318,11 +326,7 @@ def test_queue_priority_and_pod_template_are_asked_for_where_the_cluster_looks(s
         }
     )
     sent = {task.id.name: task for task in compiled(spec).tasks}
-    assert set(sent) == {
-        f"tasks.topology.train_{shape[0]}x{shape[1]}",
-        "tasks.evaluate.evaluate",
-        "tasks.export.export",
-    }
+    assert set(sent) == {f"tasks.topology.train_{shape[0]}x{shape[1]}", "tasks.finish.finish"}
     for task in sent.values():
         assert task.metadata.pod_template_name == "strata-rdma"
         assert task.metadata.k8s_object_metadata.labels == {
@@ -346,7 +350,7 @@ def test_pods_prepare_shares_of_a_large_source_and_training_waits_unless_it_stre
         next(id_ for id_, node in nodes.items() if word in node.metadata.name) for word in ("share", "complete")
     )
     trained = next(node for node in nodes.values() if "train_1x1" in node.metadata.name)
-    evaluated = next(node for node in nodes.values() if "evaluate" in node.metadata.name)
+    evaluated = next(node for node in nodes.values() if "finish" in node.metadata.name)
     assert mapped in comes_after(nodes[complete]) and complete in comes_after(evaluated)
     assert (complete in comes_after(trained)) == (not streaming)
     assert not any("share" in node.metadata.name for node in compiled(spec).nodes)

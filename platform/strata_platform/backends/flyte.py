@@ -158,8 +158,11 @@ class FlyteBackend:
     def metrics(self, name: str, pause: Pause | None) -> Iterator[MetricPoint]:
         """The points that the training pods report; for a run that succeeded, those of its metrics file."""
         execution = self._newest(name)
-        if phase_of(execution) is Phase.SUCCEEDED and (file := self._metrics_file(execution)):
-            return parse_points(map(json.loads, file.splitlines()))
+        if phase_of(execution) is Phase.SUCCEEDED:
+            # A finished run that was submitted again trained in an execution before.
+            for each in (execution, *reversed(self._submitted(name))):
+                if file := self._metrics_file(each):
+                    return parse_points(map(json.loads, file.splitlines()))
         values = (progress_line.decode(line.text) or {} for line in self._lines(execution, pause))
         return parse_points(value["point"] for value in values if "point" in value)
 
@@ -310,7 +313,7 @@ class FlyteBackend:
         for pod in main_pods(pods):
             seen = known.get("pod") == pod["metadata"]["uid"]
             if not seen:
-                known |= {"pod": pod["metadata"]["uid"], "stage": Stage.STARTING}
+                known |= {"pod": pod["metadata"]["uid"], "stage": run.stage or Stage.STARTING}
             with translated_errors(f"to read the log of {pod['metadata']['name']}"):
                 raws = read_log(namespace, pod, follow=False, last=200 if seen else None)
                 lines = [found[1].text for raw in raws if (found := line_of(pod, raw))]
@@ -319,7 +322,7 @@ class FlyteBackend:
                 known |= {key: value[key] for key in ("stage", "steps", "attempt", "stopped_early") if key in value}
                 known |= {"eval_loss": eval_loss(value["evaluation"])} if "evaluation" in value else {}
             last = list(parse_points(value["point"] for value in values if "point" in value))
-            if run.stage is Stage.STARTING:
+            if run.stage in (Stage.STARTING, Stage.EVALUATING):
                 run = replace(run, stage=Stage(known["stage"]))
         run = replace(
             run,

@@ -135,13 +135,14 @@ class FlyteAdmin:
         request = execution_pb2.WorkflowExecutionGetDataRequest(id=self.execution_id(name))
         return _addresses(self._call("GetExecutionData", request).full_outputs)
 
-    def inner_outputs(self, name: str) -> Iterator[dict[str, str]]:
-        """The outputs of each node that ended well in a dynamic task of an execution."""
-        for outer in self._nodes(name):
-            if outer.metadata.is_parent_node or outer.metadata.is_dynamic:
-                for node in self._nodes(name, outer.id.node_id):
-                    request = node_execution_pb2.NodeExecutionGetDataRequest(id=node.id)
-                    yield _addresses(self._call("GetNodeExecutionData", request).full_outputs)
+    def inner_outputs(self, name: str, parent: str = "") -> Iterator[dict[str, str]]:
+        """The outputs of each node that ended well in the dynamic tasks of an execution, or of the node `parent`."""
+        for node in self._nodes(name, parent):
+            if parent:
+                request = node_execution_pb2.NodeExecutionGetDataRequest(id=node.id)
+                yield _addresses(self._call("GetNodeExecutionData", request).full_outputs)
+            if node.metadata.is_parent_node or node.metadata.is_dynamic:
+                yield from self.inner_outputs(name, node.id.node_id)
 
     def _nodes(self, name: str, parent: str = "") -> Iterator[node_execution_pb2.NodeExecution]:
         token = ""

@@ -16,11 +16,14 @@ JOBS = ("kubeflow.org", "v1", "pytorchjobs")
 WORKLOADS = ("kueue.x-k8s.io", "v1beta2", "workloads")
 EXECUTION, TASK, REPLICA = "execution-id", "task-name", "training.kubeflow.org/replica-index"
 
-# The stage of a pod, by the beginning of its task's name. Training pods report theirs in progress lines.
+FINISH = "tasks-finish-finish"
+"""The task that evaluates and exports."""
+# The stage of a pod, by the beginning of its task's name. Training pods report theirs in progress lines, and the pod
+# that evaluates reports when it exports.
 _STAGES = {
+    "workflows-finetune": Stage.PREPARING,
     "tasks-prepare": Stage.PREPARING,
-    "tasks-evaluate": Stage.EVALUATING,
-    "tasks-export": Stage.EXPORTING,
+    FINISH: Stage.EVALUATING,
 }
 # What Kueue says of a flavor whose whole quota is too small, and of one that is merely used by others.
 _NEVER, _LATER = "> maximum capacity", "unused quota"
@@ -120,8 +123,13 @@ def _labels(item: Mapping[str, Any]) -> Mapping[str, str]:
 
 def shape_of(pod: Object) -> tuple[int, int] | None:
     """Pods and processes per pod of the training job that the pod belongs to; None for any other pod."""
-    found = _TRAINING.match(_labels(pod).get(TASK, ""))
+    found = _TRAINING.match(task_of(pod))
     return (int(found[1]), int(found[2])) if found else None
+
+
+def task_of(pod: Object) -> str:
+    """The name of the Flyte task that a pod is of, as in its label."""
+    return _labels(pod).get(TASK, "")
 
 
 def status_of(pods: Sequence[Object], workloads: Sequence[Object], mine: set[str]) -> RunStatus:
@@ -136,8 +144,8 @@ def status_of(pods: Sequence[Object], workloads: Sequence[Object], mine: set[str
     ]
     if not active:
         return RunStatus(Stage.STARTING)
-    task = _labels(active[-1]).get(TASK, "")
-    peers = [pod for pod in active if _labels(pod).get(TASK) == task]
+    task = task_of(active[-1])
+    peers = [pod for pod in active if task_of(pod) == task]
     for pod in peers:
         if pod["status"]["phase"] == "Pending":
             return _pending(pod)

@@ -18,7 +18,7 @@ from urllib3.exceptions import HTTPError
 
 from strata_platform.backends.api_errors import translated_errors
 from strata_platform.backends.backend import Pause, Retry
-from strata_platform.backends.kubernetes_objects import REPLICA, Namespace, shape_of
+from strata_platform.backends.kubernetes_objects import FINISH, REPLICA, Namespace, shape_of, task_of
 from strata_platform.errors import Unreachable
 from strata_platform.kubernetes_api import ApiError, Object
 from strata_platform.runs import LogLine
@@ -203,11 +203,11 @@ def read_log(namespace: Namespace, pod: Object, *, follow: bool, last: int | Non
 
 
 def main_pods(pods: Iterable[Object]) -> list[Object]:
-    """The pod that rank 0 trains in now, as a list of at most one."""
+    """The pod that reports progress now, of rank 0 or of the evaluation, as a list of at most one."""
     return [
         pod
         for pod in pods
-        if shape_of(pod) is not None
+        if (shape_of(pod) is not None or task_of(pod) == FINISH)
         and pod["metadata"]["labels"].get(REPLICA, "0") == "0"
         and pod["status"].get("phase") == "Running"
         and has_begun(pod)

@@ -45,14 +45,24 @@ class Tests(Values):
     enabled: bool = Field(True, description="Create the test pods when `helm test` is run.")
     python: str = Field("python", description="Interpreter of the image.")
     resources: Quantities = Field({"cpu": "500m", "memory": "512Mi"}, description="Requests and limits of a test pod.")
-    env: dict[VariableName, str] = Field({}, description="Environment of the test pod in the release's namespace.")
-    volumes: tuple[Volume, ...] = Field((), description="Claims of the release's namespace for the test pod there.")
+    env: dict[VariableName, str] = Field({}, description="Environment of the pods in the release's namespace.")
+    volumes: tuple[Volume, ...] = Field((), description="Claims of the release's namespace for the pods there.")
     reachable: tuple[Address, ...] = Field((), description="`host:port` that a tenant's pods must reach.")
     unreachable: tuple[Address, ...] = Field(
         (), description="`host:port` that they must not reach; set it if the network plugin enforces policies."
     )
     flyte: FlyteAccount = Field(FlyteAccount(), description="The service account of Flyte's propeller.")
     job: TestJob = Field(TestJob(), description="A job of two pods through each tenant's first queue.")
+
+
+class Removal(Values):
+    """A Job before `helm uninstall`, which suspends runs and empties the queues while Kueue can still do it."""
+
+    enabled: bool = Field(True, description="Run the Job. It has the interpreter, variables and claims of `tests`.")
+    seconds: Annotated[int, Field(ge=1, le=3600)] = Field(
+        240, description="Maximum seconds until runs have stopped; give `helm uninstall` a longer `--timeout`."
+    )
+    resources: Quantities = Field({"cpu": "500m", "memory": "512Mi"}, description="Requests and limits of its pod.")
 
 
 class ChartValues(Values):
@@ -68,4 +78,5 @@ class ChartValues(Values):
     observability: Observability = Field(Observability(), description="Metrics, alerts and dashboards.")
     prices: Prices = Field(Prices(), description="Prices that `strata estimate` computes costs with.")
     tests: Tests = Field(Tests(), description="Checks of `helm test`.")
+    removal: Removal = Field(Removal(), description="What `helm uninstall` does first.")
     global_: dict[str, Any] = Field({}, alias="global", description="Helm passes this to every subchart; ignored.")

@@ -158,6 +158,16 @@ class Cluster:
         subprocess.run(command, cwd=ROOT, check=True, timeout=PATIENCE)
         return Run(self, load_spec(file), self.remote.fetch_execution(name=name))
 
+    @contextmanager
+    def held(self, queue: str) -> Iterator[None]:
+        """Nothing is admitted through a queue of the tenant before the block's end."""
+        door = (*QUEUES, queue)
+        self.custom.patch_namespaced_custom_object(*door, {"spec": {"stopPolicy": "Hold"}})
+        try:
+            yield
+        finally:
+            self.custom.patch_namespaced_custom_object(*door, {"spec": {"stopPolicy": "None"}})
+
     def restart(self, namespace: str, deployment: str) -> None:
         """Delete the deployment's pods, and return when others are ready in their place."""
         labels = client.AppsV1Api().read_namespaced_deployment(deployment, namespace).spec.selector.match_labels

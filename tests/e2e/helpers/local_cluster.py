@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -169,6 +169,15 @@ def install() -> None:
                 container[probe] |= PATIENT | {"initialDelaySeconds": 1}
     apply(*manifests)
     vendor()
+    install_stack()
+    RUNS.mkdir(mode=0o777, parents=True)
+    apply(*claims())
+    inside("kubectl", "-n", "kubeflow", "rollout", "status", "deploy/training-operator", "--timeout=60s", limit=70)
+    FLYTE_CONFIG.write_text(f"admin: {{endpoint: 'dns:///{FLYTE}:8089', insecure: true}}\n")
+
+
+def install_stack() -> None:
+    """The stack, as its README says."""
     release = [str(STACK), "--namespace", NAMESPACE, "--values", str(ROOT / "tests" / "e2e" / "values.yaml")]
     release += ["--values", "-"]
     first = ["install", "strata", *release, "--create-namespace", "--set", "components.strata=false", "--wait"]
@@ -179,10 +188,11 @@ def install() -> None:
     shared = '{"template": {"spec": {"shareProcessNamespace": true}}}'
     for tenant in TENANTS:
         inside("kubectl", "-n", tenant, "patch", "podtemplate", "strata", "--type=merge", f"--patch={shared}", limit=30)
-    RUNS.mkdir(mode=0o777, parents=True)
-    apply(*claims())
-    inside("kubectl", "-n", "kubeflow", "rollout", "status", "deploy/training-operator", "--timeout=60s", limit=70)
-    FLYTE_CONFIG.write_text(f"admin: {{endpoint: 'dns:///{FLYTE}:8089', insecure: true}}\n")
+
+
+def remove_stack() -> None:
+    """The stack, as docs/upgrade.md says."""
+    inside("helm", "uninstall", "strata", "--namespace", NAMESPACE, "--wait", limit=LIMITS["install"])
 
 
 def upgrade(release: list[str], values: str) -> None:
@@ -388,6 +398,8 @@ def run_tests(arguments: list[str]) -> int:
     os.environ.update(FLYTECTL_CONFIG=str(FLYTE_CONFIG), STRATA_E2E_IMAGE="registry.local/hostroot:1")
     reject = f"INPUT -d {STORE} -p tcp --dport 9000 -j REJECT --reject-with tcp-reset"
     os.environ.update(STRATA_E2E_STORE_OFF=f"iptables -I {reject}", STRATA_E2E_STORE_ON=f"iptables -D {reject}")
+    again = f"cd {ROOT} && {sys.executable} -m {__spec__.name}"
+    os.environ.update(STRATA_E2E_REMOVE=f"{again} remove-stack", STRATA_E2E_INSTALL=f"{again} install-stack")
     python = [sys.executable, "-m", "pytest", str(ROOT / "tests" / "e2e"), *arguments]
     with accounts() as endpoint:
         os.environ.update(STRATA_E2E_ACCOUNTS=endpoint)
@@ -413,12 +425,18 @@ def _end(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 
+WITHIN: dict[str, Callable[[], int | None]] = {"install-stack": install_stack, "remove-stack": remove_stack}
+"""What a test asks for while `test` has the cluster."""
+
+
 def main(verb: str, *arguments: str) -> int:
     """Do what the command line says; the exit status."""
     signal.signal(signal.SIGTERM, _end)
     verbs = {"build": build, "up": up, "down": down, "test": lambda: test([*arguments])}
+    verbs |= WITHIN
+    lock = nullcontext if verb in WITHIN else alone
     try:
-        with alone():
+        with lock():
             return verbs[verb]() or 0
     except CannotError as error:
         print(f"no cluster: {error}", file=sys.stderr)

@@ -79,13 +79,13 @@ IN_USE = "insufficient unused quota for cpu in flavor two, 1 more needed"
          RunStatus(Stage.PULLING, "a: ImagePullBackOff: no such image")),
         ([pod("p", "tasks-prepare-prepare")], [], RunStatus(Stage.PREPARING)),
         ([pod("p", "tasks-prepare-prepare", "Succeeded"), pod("a")], [], RunStatus(Stage.STARTING)),
-        ([pod("e", "tasks-evaluate-evaluate")], [workload("x", Finished={"status": "True"})],
+        ([pod("s", "workflows-finetune-start")], [], RunStatus(Stage.PREPARING)),
+        ([pod("e", "tasks-finish-finish")], [workload("x", Finished={"status": "True"})],
          RunStatus(Stage.EVALUATING)),
-        ([pod("x", "tasks-export-export")], [], RunStatus(Stage.EXPORTING)),
     ],
     ids=["nothing yet", "in the queue", "too large", "too large for one flavor", "evicted", "no node",
          "held back", "one of two", "no image", "prepares",
-         "starts", "evaluates", "exports"],
+         "starts", "plans", "evaluates"],
 )  # fmt: skip
 def test_where_a_run_is(kubernetes, pods, workloads, expected):
     assert status_of(pods_of(kubernetes, *pods), workloads, {"mine", "uid-a"}) == expected

@@ -1,0 +1,200 @@
+"""The hook before `helm uninstall`, in the training image: `python -m strata_platform.chart.removal`.
+
+Kueue's objects have finalizers that only a running Kueue removes, and Helm deletes objects and Kueue in one go. So
+the hook empties the release's queues while Kueue runs, and stops Kueue if it goes with the release. Runs are
+suspended as by a preemption, and keep their jobs and checkpoints: a new installation continues them.
+
+The chart passes what the release has as JSON in the variable STRATA_REMOVAL. Exit code 1 ends the removal.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+from strata_platform.kubernetes_api import Access, ApiError, KubernetesApi, Object
+
+VARIABLE = "STRATA_REMOVAL"
+_KUEUE = "/apis/kueue.x-k8s.io/v1beta2"
+_KINDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+_WEBHOOKS = "/apis/admissionregistration.k8s.io/v1"
+# A kind's objects go with the kind. Those of other releases must not.
+_CLUSTER_WIDE = ("clusterqueues", "resourceflavors", "topologies", "cohorts", "admissionchecks")
+_SECONDS = 1.0
+
+
+class Release(BaseModel):
+    """What the chart knows of the release."""
+
+    name: str
+    namespace: str
+    kueue_namespace: str
+    local_queues: Annotated[list[tuple[str, str]], Field(description="Namespace and name.")]
+    cluster_queues: list[str]
+    flavors: list[str]
+    topologies: list[str]
+    seconds: float
+
+
+class CannotRemove(Exception):
+    """The release cannot be removed; says why, and the way out."""
+
+
+class Removal:
+    """The steps of a removal, in their order."""
+
+    def __init__(self, api: KubernetesApi, release: Release, sleep: Callable[[float], object] = time.sleep) -> None:
+        self.api, self.release, self._sleep = api, release, sleep
+        self._left = release.seconds
+
+    def run(self) -> None:
+        """Do all of it. Raises CannotRemove, and then the queues admit runs again."""
+        with_kueue = self._is_mine(self._get(f"{_KINDS}/workloads.kueue.x-k8s.io"))
+        if with_kueue:
+            self._require_no_other_release()
+        try:
+            self._suspend_runs()
+        except BaseException:
+            self._set_policy("None")
+            raise
+        self._delete_queues()
+        if with_kueue:
+            self._stop("flyte-binary")
+            self._stop("kueue")
+            self._delete_webhooks()
+            self._release_workloads()
+
+    def _is_mine(self, item: Object | None) -> bool:
+        notes = (item or {}).get("metadata", {}).get("annotations") or {}
+        owner = (notes.get("meta.helm.sh/release-name"), notes.get("meta.helm.sh/release-namespace"))
+        return owner == (self.release.name, self.release.namespace)
+
+    def _require_no_other_release(self) -> None:
+        others = [
+            f"{kind}/{item['metadata']['name']}"
+            for kind in _CLUSTER_WIDE
+            for item in self._items(f"{_KUEUE}/{kind}")
+            if not self._is_mine(item)
+        ]
+        if others:
+            raise CannotRemove(
+                f"Kueue's kinds go with this release, and with them objects that are not of it: {', '.join(others)}; "
+                "delete these first, or let Kueue be another release's"
+            )
+
+    def _suspend_runs(self) -> None:
+        self._set_policy("HoldAndDrain")
+        mine = set(self.release.cluster_queues)
+
+        def held() -> list[str]:
+            found = self._items(f"{_KUEUE}/workloads")
+            return [_name(item) for item in found if _admitted_by(item) in mine]
+
+        self._until_none(held, "have not stopped", "end them with 'strata cancel NAME', or raise removal.seconds")
+        print("every run of the queues is suspended; a new installation continues them", flush=True)
+
+    def _set_policy(self, policy: str) -> None:
+        for name in self.release.cluster_queues:
+            self._change("PATCH", f"{_KUEUE}/clusterqueues/{name}", {"spec": {"stopPolicy": policy}})
+
+    def _delete_queues(self) -> None:
+        paths = [f"{_KUEUE}/namespaces/{place}/localqueues/{name}" for place, name in self.release.local_queues]
+        for kind, names in (
+            ("clusterqueues", self.release.cluster_queues),
+            ("resourceflavors", self.release.flavors),
+            ("topologies", self.release.topologies),
+        ):
+            paths += [f"{_KUEUE}/{kind}/{name}" for name in names]
+        for path in paths:
+            self._change("DELETE", path)
+
+        def left() -> list[str]:
+            return [path.rpartition(f"{_KUEUE}/")[2] for path in paths if self._get(path) is not None]
+
+        self._until_none(left, "are still there", "see the log of Kueue, which removes their finalizers")
+        print("the queues are removed", flush=True)
+
+    def _stop(self, program: str) -> None:
+        """Flyte first: pods that it would start without Kueue's webhooks would not queue."""
+        place, labels = self.release.kueue_namespace, {"labelSelector": f"app.kubernetes.io/name={program}"}
+        deployments = f"/apis/apps/v1/namespaces/{place}/deployments"
+        found = [item["metadata"]["name"] for item in self._items(deployments, **labels) if self._is_mine(item)]
+        for name in found:
+            self._change("PATCH", f"{deployments}/{name}", {"spec": {"replicas": 0}})
+        if found:
+            pods = partial(self._items, f"/api/v1/namespaces/{place}/pods", **labels)
+            self._until_none(lambda: [_name(pod) for pod in pods()], "have not ended", "delete these pods")
+            print(f"{program} is stopped", flush=True)
+
+    def _delete_webhooks(self) -> None:
+        """They would reject every pod of a tenant once nobody answers for them."""
+        for kind in ("mutatingwebhookconfigurations", "validatingwebhookconfigurations"):
+            for item in self._items(f"{_WEBHOOKS}/{kind}"):
+                if self._is_mine(item) and "kueue" in item["metadata"]["name"]:
+                    self._change("DELETE", f"{_WEBHOOKS}/{kind}/{item['metadata']['name']}")
+
+    def _release_workloads(self) -> None:
+        """Kueue makes workloads anew for the jobs that it finds."""
+        for item in self._items(f"{_KUEUE}/workloads"):
+            metadata = item["metadata"]
+            path = f"{_KUEUE}/namespaces/{metadata['namespace']}/workloads/{metadata['name']}"
+            self._change("PATCH", path, {"metadata": {"finalizers": None}})
+            self._change("DELETE", path)
+
+    def _until_none(self, found: Callable[[], list[str]], problem: str, way: str) -> None:
+        while names := found():
+            if self._left <= 0:
+                raise CannotRemove(f"after {self.release.seconds:g} s these {problem}: {', '.join(names)}; {way}")
+            self._sleep(_SECONDS)
+            self._left -= _SECONDS
+
+    def _get(self, path: str) -> Object | None:
+        try:
+            return self.api.get(path)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return None
+
+    def _items(self, path: str, **query: Any) -> Iterable[Object]:
+        """The items of a kind; none if the kind is not installed."""
+        try:
+            return self.api.items(path, **query)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return []
+
+    def _change(self, method: str, path: str, body: Any = None) -> None:
+        """Change or delete an object, unless it is gone."""
+        try:
+            self.api.request(method, path, body)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+
+
+def _name(item: Object) -> str:
+    return f"{item['metadata']['namespace']}/{item['metadata']['name']}"
+
+
+def _admitted_by(workload: Object) -> str | None:
+    """The cluster queue whose quota a workload holds."""
+    found: str | None = (workload.get("status", {}).get("admission") or {}).get("clusterQueue")
+    conditions = workload.get("status", {}).get("conditions") or []
+    finished = any(item["type"] == "Finished" and item["status"] == "True" for item in conditions)
+    return None if finished else found
+
+
+if __name__ == "__main__":
+    try:
+        Removal(KubernetesApi(Access.of_environment()), Release.model_validate_json(os.environ[VARIABLE])).run()
+    except (CannotRemove, ApiError) as error:
+        print(f"the release is not removed: {error}. 'helm uninstall --no-hooks' skips these steps", flush=True)
+        sys.exit(1)

@@ -1,0 +1,105 @@
+"""The steps before `helm uninstall`, against a cluster in memory whose Kueue evicts and removes finalizers or not."""
+
+import json
+
+import pytest
+
+from strata_platform.chart.removal import CannotRemove, Release, Removal
+from strata_platform.kubernetes_api import ApiError
+
+MINE = {"meta.helm.sh/release-name": "strata", "meta.helm.sh/release-namespace": "strata-system"}
+KUEUE, HOOKS = "/apis/kueue.x-k8s.io/v1beta2", "/apis/admissionregistration.k8s.io/v1"
+KIND = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/workloads.kueue.x-k8s.io"
+SYSTEM = "strata-system"
+RELEASE = Release(
+    name="strata", namespace=SYSTEM, kueue_namespace=SYSTEM, local_queues=[("team-a", "research")],
+    cluster_queues=["shared"], flavors=["h100"], topologies=[], seconds=3,
+)  # fmt: skip
+
+
+def item(name, namespace="", notes=MINE, **more):
+    return {"metadata": {"name": name, "namespace": namespace, "annotations": notes}, **more}
+
+
+class Cluster:
+    """Objects by path. Kueue evicts what a drained queue admitted, unless it is `stuck`."""
+
+    def __init__(self, kueue_is_ours=True, stuck=False):
+        self.stuck, self.log = stuck, []
+        self.objects = {
+            KIND: item("workloads", notes=MINE if kueue_is_ours else {}),
+            f"{KUEUE}/clusterqueues/shared": item("shared"),
+            f"{KUEUE}/resourceflavors/h100": item("h100"),
+            f"{KUEUE}/namespaces/team-a/localqueues/research": item("research", "team-a"),
+            f"{KUEUE}/namespaces/team-a/workloads/run": item(
+                "run", "team-a", notes={}, status={"admission": {"clusterQueue": "shared"}}
+            ),
+            f"/apis/apps/v1/namespaces/{SYSTEM}/deployments/kueue": item("kueue", SYSTEM),
+            f"/apis/apps/v1/namespaces/{SYSTEM}/deployments/flyte-binary": item("flyte-binary", SYSTEM),
+            f"/apis/apps/v1/namespaces/{SYSTEM}/deployments/other": item("other", SYSTEM, notes={}),
+            f"/api/v1/namespaces/{SYSTEM}/pods/kueue-0": item("kueue-0", SYSTEM),
+            f"{HOOKS}/mutatingwebhookconfigurations/kueue": item("kueue"),
+            f"{HOOKS}/mutatingwebhookconfigurations/istio": item("istio", notes={}),
+        }
+
+    def get(self, path, **query):
+        if path not in self.objects:
+            raise ApiError(404, "NotFound", path)
+        return self.objects[path]
+
+    def items(self, path, labelSelector="", **query):  # as Kubernetes spells it
+        kind, plural = path.rsplit("/", 1)
+        wanted = labelSelector.rpartition("=")[2]
+        return [
+            found for at, found in list(self.objects.items())
+            if at.startswith(kind) and at.split("/")[-2] == plural and found["metadata"]["name"].startswith(wanted)
+        ]  # fmt: skip
+
+    def request(self, method, path, body=None):
+        self.get(path)
+        self.log.append((method, path.rpartition("/")[2], json.dumps(body) if body else ""))
+        if method == "DELETE":
+            del self.objects[path]
+        elif body == {"spec": {"stopPolicy": "HoldAndDrain"}} and not self.stuck:
+            self.objects[f"{KUEUE}/namespaces/team-a/workloads/run"]["status"] = {}
+        elif body == {"spec": {"replicas": 0}}:
+            self.objects.pop(f"/api/v1/namespaces/{SYSTEM}/pods/{path.rpartition('/')[2]}-0", None)
+
+
+def remove(cluster):
+    Removal(cluster, RELEASE, sleep=lambda seconds: None).run()
+
+
+def test_runs_are_suspended_before_queues_go_and_kueue_is_stopped_before_its_workloads_are_freed():
+    cluster = Cluster()
+    remove(cluster)
+    done = [(method, name) for method, name, _ in cluster.log]
+    assert done == [
+        ("PATCH", "shared"), ("DELETE", "research"), ("DELETE", "shared"), ("DELETE", "h100"),
+        ("PATCH", "flyte-binary"), ("PATCH", "kueue"), ("DELETE", "kueue"), ("PATCH", "run"), ("DELETE", "run"),
+    ]  # fmt: skip
+    assert any(path.endswith("istio") for path in cluster.objects)
+
+
+def test_a_kueue_of_another_release_goes_on_with_its_workloads():
+    cluster = Cluster(kueue_is_ours=False)
+    remove(cluster)
+    assert [name for _, name, _ in cluster.log] == ["shared", "research", "shared", "h100"]
+    assert f"{KUEUE}/namespaces/team-a/workloads/run" in cluster.objects
+
+
+def test_runs_that_do_not_stop_keep_everything_and_their_queue_admits_again():
+    cluster = Cluster(stuck=True)
+    with pytest.raises(CannotRemove, match="after 3 s these have not stopped: team-a/run"):
+        remove(cluster)
+    assert [(method, body) for method, _, body in cluster.log] == [
+        ("PATCH", '{"spec": {"stopPolicy": "HoldAndDrain"}}'), ("PATCH", '{"spec": {"stopPolicy": "None"}}'),
+    ]  # fmt: skip
+
+
+def test_objects_that_would_go_with_kueues_kinds_are_named_and_nothing_is_touched():
+    cluster = Cluster()
+    cluster.objects[f"{KUEUE}/clusterqueues/theirs"] = item("theirs", notes={})
+    with pytest.raises(CannotRemove, match="clusterqueues/theirs"):
+        remove(cluster)
+    assert cluster.log == []
