@@ -21,6 +21,7 @@ from strata_platform.spec.run_spec import Adapter
 from tasks.runtime.models.lora import base_fingerprint, lora_config, require_base, saved_modules
 from tasks.runtime.models.pissa import InitialMatrices
 from tasks.runtime.models.score_head import scores
+from tasks.runtime.models.vision import is_multimodal
 from tasks.runtime.process.hub import asking_hub
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ def write_adapter(
     whole = saved_modules(model, settings)
     config = lora_config(
         settings,
-        target_modules=list(settings.target_modules) or _adapted(model),
+        target_modules=_targets(model, settings),
         modules_to_save=[path for path, _ in whole] or None,
         # A path would mean nothing to others.
         base_model_name_or_path=Path(base.name).absolute().name if local else base.name,
@@ -118,8 +119,11 @@ def _as_lora(tensors: dict[str, Tensor], initial: dict[str, Tensor]) -> dict[str
     return converted
 
 
-def _adapted(model: PreTrainedModel) -> list[str]:
-    """The last parts of the names of all linear layers that have an adapter."""
+def _targets(model: PreTrainedModel, settings: Lora) -> list[str]:
+    """The layers that have an adapter, as PEFT finds them: by the last parts of their names where these tell.
+
+    In a vision-language model a layer of the tower may have the name of one in the language model.
+    """
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import ParamWrapper
 
@@ -128,7 +132,9 @@ def _adapted(model: PreTrainedModel) -> list[str]:
         for path, layer in model.named_modules()
         if isinstance(layer, LoraLayer) and not isinstance(layer, ParamWrapper)
     ]
-    return sorted({path.rpartition(".")[2] for path in layers})
+    if is_multimodal(model.config):
+        return layers
+    return list(settings.target_modules) or sorted({path.rpartition(".")[2] for path in layers})
 
 
 def file_name(name: str) -> str:

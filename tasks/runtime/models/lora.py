@@ -57,8 +57,7 @@ def add_adapter(model: PreTrainedModel, settings: Lora | NoAdapter, seed: int) -
     from peft.tuners.lora import LoraModel
 
     _require_names(model, settings)
-    # By their paths: what PEFT calls "all-linear" has experts and routers in it for some mixtures, and not for others.
-    config = lora_config(settings, target_modules=list(settings.target_modules) or _default_targets(model))
+    config = lora_config(settings, target_modules=_targets(model, settings))
     torch.manual_seed(seed)
     empty = next(model.parameters()).is_meta
     with init_empty_weights(include_buffers=False) if empty else nullcontext(), _renaming_nothing():
@@ -74,11 +73,19 @@ def add_adapter(model: PreTrainedModel, settings: Lora | NoAdapter, seed: int) -
     return adapted
 
 
-def _default_targets(model: PreTrainedModel) -> list[str]:
-    """All linear layers but the head; of a vision-language model, those of its language model."""
+def _targets(model: PreTrainedModel, settings: Lora) -> list[str]:
+    """The names in `target_modules`, or all linear layers but the head; of a vision-language model, those of its
+    language model.
+    """
+    # By their paths: what PEFT calls "all-linear" has experts and routers in it for some mixtures, and not for others.
     layers = _linear_layers(model)
     if not is_multimodal(model.config):
-        return list(layers)
+        return list(settings.target_modules or layers)
+    if settings.target_modules:
+        # In Gemma 4's tower, modules around a linear layer have the names of those in the language model.
+        embeddings = model.get_input_embeddings()
+        others = (path for path, module in model.named_modules() if module is embeddings)
+        return [path for path in (*layers, *others) if _ends_with(path, settings.target_modules)]
     decoder = {id(module) for module in model.get_decoder().modules()}
     return [name for name in layers if id(model.get_submodule(name)) in decoder]
 

@@ -1,12 +1,13 @@
 """Adapters are read and written as PEFT does, modules that are trained whole included."""
 
 import json
+import warnings
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.model import Lora
@@ -14,6 +15,7 @@ from tasks.runtime.models.adapter_folder import CONFIG, load_initial_adapter, wr
 from tasks.runtime.models.build import build_model
 from tasks.runtime.models.lora import add_adapter
 from tasks.runtime.optim.optimizer import build_optimizer
+from tests.runtime.helpers.vision_models import FAMILIES
 
 # What get_peft_model and loading into a tied model say.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::UserWarning:peft")
@@ -88,6 +90,28 @@ def test_peft_reads_what_was_trained(folder, adapter, tmp_path):
     assert torch.equal(logits(again), logits(model))
     # Where the model was is nothing to others.
     assert str(folder) not in (tmp_path / CONFIG).read_text()
+
+
+@pytest.mark.parametrize(("family", "tower"), [("llava", "q_proj"), ("gemma4", "linear")])
+def test_peft_adapts_the_layers_of_a_vision_language_model_that_we_did(family, tower, tmp_path):
+    """Without a name for the tower, none of its layers, although some have the names of those in the language model."""
+    base = FAMILIES[family](tmp_path / "base")
+    for number, names in enumerate(((), ("q_proj",), ("q_proj", tower))):
+        spec = spec_of(base, target_modules=names)
+        model = trained(spec)
+        write_adapter(model, spec.adapter, spec.model, tmp_path / str(number))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            theirs = PeftModel.from_pretrained(
+                AutoModelForImageTextToText.from_pretrained(base), tmp_path / str(number)
+            )
+        torch.testing.assert_close(logits(theirs), logits(model), rtol=1e-5, atol=1e-5)
+        adapted_layers = [name for name, _ in model.named_parameters() if "lora_B" in name]
+        assert adapted_layers == [
+            name.removeprefix("base_model.model.") for name, _ in theirs.named_parameters() if "lora_B" in name
+        ]
+        # LLaVA's tower has a `q_proj` of its own; Gemma 4's has modules around its layers.
+        assert any("vision" in name for name in adapted_layers) == (tower in names)
 
 
 def test_a_run_starts_from_an_adapter_of_peft(folder, tmp_path):

@@ -5,16 +5,20 @@ import random
 
 import pytest
 import torch
+from bitsandbytes.functional import dequantize_4bit
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForImageTextToText, AutoProcessor, PaliGemmaProcessor
 
 from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.kernels import Kernels
+from strata_platform.spec.model import Lora
 from tasks.runtime.data import collate, collate_flat, fingerprint, prepare
 from tasks.runtime.data.dataset import IMAGE_COLUMNS
 from tasks.runtime.data.image_files import open_picture
 from tasks.runtime.data.loader import training_loader
-from tasks.runtime.models.build import build_model
+from tasks.runtime.models.build import build_model, move_to_device
+from tasks.runtime.models.lora import add_adapter
+from tasks.runtime.models.quantization import quantize_linear_layers
 from tasks.runtime.models.varlen_attention import (
     has_varlen_attention,
     plain_attention,
@@ -96,10 +100,11 @@ def inputs_of(processor, images):
     return processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)
 
 
-def plain_loss(folder, row):
+def plain_loss(folder, row, change=lambda model: None):
     """The sum of the row's loss, as transformers computes it of the output of its processor; and the gradients."""
     processor = AutoProcessor.from_pretrained(folder)
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    change(model)
     content, sizes, _ = (row[name] for name in IMAGE_COLUMNS)
     images = [open_picture(image.numpy().tobytes()) for image in content.split(sizes.tolist())]
     inputs = inputs_of(processor, images)
@@ -229,6 +234,40 @@ def test_packed_chats_train_by_document_as_under_masks(family):
         for ours, theirs, masked in zip(found, expected, again, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
             assert torch.equal(masked, theirs)
+
+
+def test_adapters_on_four_bit_weights_learn_as_on_what_these_hold(family):
+    """Towers, too: loss and gradients are those of plain transformers with the dequantized weights."""
+    _, folder, spec, data = family
+    row = by_images(data)[0]
+    model = build_model(spec.model, spec.seed)
+    linear = {path: layer for path, layer in model.named_modules() if type(layer) is torch.nn.Linear}
+    names = {path.rpartition(".")[2] for path, layer in linear.items() if layer is not model.get_output_embeddings()}
+    adapter = Lora(quantization="nf4", r=4, target_modules=sorted(names))
+    spec = spec.model_copy(update={"adapter": adapter})
+    with quantize_linear_layers(model, spec):
+        add_adapter(model, adapter, spec.seed)
+    move_to_device(model, torch.device("cpu"))
+    step = build_training_step(model, spec, torch.device("cpu"), data)
+    # bitsandbytes packs weights for CPUs otherwise in evaluation.
+    loss = step.objective.micro_batch_loss(model.train(), step.collate([row]), torch.tensor(1)).loss
+    loss.backward()
+
+    adapted = {path: layer for path, layer in model.named_modules() if hasattr(layer, "lora_B")}
+    packed = {path: layer.base_layer for path, layer in adapted.items() if hasattr(layer.base_layer, "quant_state")}
+    towers = ("vision", "visual", "connector", "multi_modal_projector")
+    assert {any(tower in path for tower in towers) for path in packed} == {True, False}
+
+    def hold(plain):
+        for path, layer in packed.items():
+            plain.get_submodule(path).weight.data = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+
+    expected, gradients = plain_loss(folder, row, hold)
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+    for path, layer in adapted.items():
+        if (gradient := gradients[f"{path}.weight"]) is not None:
+            given = gradient @ layer.lora_A["default"].weight.T * layer.scaling["default"]
+            torch.testing.assert_close(layer.lora_B["default"].weight.grad, given, rtol=1e-3, atol=1e-5, msg=path)
 
 
 def test_flash_attention_is_refused_where_only_masks_tell_images(tmp_path):
