@@ -26,13 +26,17 @@ from tests.runtime.helpers.train_only import train_spec
 STEPS, SAVED = 4, 2
 # Framework, strategy and adapter by objective. Without an adapter the reference is computed before.
 CELLS = {
-    "dpo": [("torch", "fsdp", "none"), ("lightning", "ddp", "none"), ("hf", "fsdp", "lora")],
+    "dpo": [
+        ("torch", "fsdp", "none"), ("lightning", "ddp", "none"), ("hf", "fsdp", "lora"), ("hf", "zero-3", "none"),
+        ("torch", "zero-3", "lora"),
+    ],
     "orpo": [("hf", "ddp", "lora")],
-    "reward": [("torch", "fsdp", "none")],
+    "cpo": [("torch", "zero-2", "none")],
+    "reward": [("torch", "fsdp", "none"), ("torch", "zero-3", "lora")],
     # Without packing no two processes read the same number of tokens.
-    "kto": [("lightning", "fsdp", "none"), ("torch", "ddp", "lora")],
+    "kto": [("lightning", "fsdp", "none"), ("torch", "ddp", "lora"), ("hf", "zero-3", "none")],
     "distill": [("hf", "fsdp", "none"), ("torch", "ddp", "lora")],
-}
+}  # fmt: skip
 DATA = {"distill": {"completion_column": "chosen", "packing": False}, "kto": {"packing": False}}
 NAMES = [(objective, *cell) for objective, cells in CELLS.items() for cell in cells]
 
@@ -58,7 +62,7 @@ def make_spec(output, name, objective, framework, strategy, adapter, processes):
             "evaluation": {"samples": 1, "max_new_tokens": 4, "every": SAVED},
             "tracking": {"log_every": 1, "report_to": []},
             "runtime": {"framework": framework},
-            "parallel": {"type": strategy},
+            "parallel": {"type": "deepspeed", "stage": int(strategy[-1])} if "zero" in strategy else {"type": strategy},
             "topology": {"nproc_per_node": processes},
         }
     )
@@ -80,7 +84,11 @@ def evaluations(spec):
     """Step, loss and metrics of each evaluation during training."""
     points = read_evaluations(RunFolder.of(spec).metrics)
     return [
-        (point.step, pytest.approx(point.loss, rel=1e-5), pytest.approx(dict(point.metrics), rel=1e-3, abs=1e-5))
+        (
+            point.step,
+            pytest.approx(point.loss, rel=1e-5, abs=1e-6),
+            pytest.approx(dict(point.metrics), rel=1e-3, abs=1e-5),
+        )
         for point in points
     ]
 
@@ -125,7 +133,9 @@ def trained(output, alone):
 def test_losses_and_metrics_are_those_of_one_process(trained, alone, name):
     expected = curve(alone[name[0], name[-1]][0])
     for (loss, norm, targets, metrics), one in zip(curve(trained[name]), expected, strict=True):
-        assert (loss, norm, targets) == (pytest.approx(one[0], rel=1e-5), pytest.approx(one[1], rel=1e-3), one[2])
+        # Small losses at the end are what is left of log(2), with its rounding.
+        close = pytest.approx(one[0], rel=1e-5, abs=1e-6)
+        assert (loss, norm, targets) == (close, pytest.approx(one[1], rel=1e-3), one[2])
         assert metrics == pytest.approx(one[3], rel=1e-3, abs=1e-5)
     found = read_evaluations(RunFolder.of(trained[name]).metrics)
     assert len(found) == STEPS // SAVED
