@@ -192,8 +192,10 @@ def _kept_by_recomputed(work: Workload) -> float:
 def activations_of_layer(work: Workload) -> float:
     """Bytes that the backward pass of a layer reads: the inputs of norms, products, attention and the gate."""
     shape, parallel = work.shape, work.parallel.context_parallel
-    # A mask needs keys and values repeated for every head. Context parallelism keeps those of the whole row.
-    keys = (shape.queries if work.masked else shape.keys) * parallel
+    # A mask needs keys and values repeated for every head. Context parallelism keeps those of the whole row, or of
+    # this rank's heads.
+    repeated = shape.queries * (1 if work.exchanges_heads else parallel)
+    keys = repeated if work.masked else work.attended_keys
     # Context parallelism keeps attention's output twice: per part of the row, and joined for the next product.
     queries = shape.queries * (3 if parallel > 1 else 2)
     gate = 2 if work.fused_gate or not shape.gated else 3

@@ -100,8 +100,8 @@ def _layer_traffic(work: Workload, again: float) -> float:
         copied = 4 * (1 + again) if work.quantized else 0
         traffic += sum(b for _, b in shape.adapted_layers) * size * (6 * (2 + again) + copied)
     if work.parallel.context_parallel > 1:
-        # The queries of this rank, and the keys and values of the whole row.
-        joined = shape.queries + 2 * shape.keys * work.parallel.context_parallel
+        # The queries of this rank, and the keys and values of the whole row; or all heads on the way there and back.
+        joined = shape.queries * (2 if work.exchanges_heads else 1) + 2 * work.attended_keys
         traffic += joined * _JOINED_BYTES * size * (2 + again)
     return traffic * (1.0 if work.fused else _UNFUSED)
 
@@ -167,8 +167,12 @@ def _sent_within_groups(work: Workload) -> float:
     sent = sums * tokens * shape.hidden * 2 * (ways - 1) / ways
     if not work.fused_loss:
         sent += tokens * shape.outputs * (ways - 1)
-    # Keys and values are gathered, once more in a recomputed layer, and their gradients are reduced.
-    sent += shape.layers * (2 + again) * tokens * 2 * shape.keys * (parts - 1)
+    # Keys and values are gathered, once more in a recomputed layer, and their gradients are reduced; or queries, keys,
+    # values and results are exchanged.
+    width = 2 * shape.keys * (parts - 1)
+    if work.exchanges_heads:
+        width = 2 * (shape.queries + work.attended_keys) * (parts - 1) // parts
+    sent += shape.layers * (2 + again) * tokens * width
     # Tokens go to the experts' ranks and back, in both passes; a recomputed layer sends them once more.
     sent += shape.layers * (4 + again) * tokens * shape.hidden * (work.parallel.expert_parallel - 1)
     return sent * work.compute_bytes

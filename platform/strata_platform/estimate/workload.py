@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from strata_platform.context_parallel import exchanges_heads
 from strata_platform.errors import Problem, SpecError
 from strata_platform.estimate.shapes import ModelShape
 from strata_platform.spec import RunSpec
@@ -94,6 +95,22 @@ class Workload:
             optimizer=spec.optimizer,
             parallel=parallel,
         )
+
+    @property
+    def exchanges_heads(self) -> bool:
+        """Whether context parallelism exchanges slices of rows for heads (`ulysses`)."""
+        method = self.fsdp.context_parallel_method if self.fsdp is not None else "all_gather"
+        ways = self.parallel.context_parallel
+        return ways > 1 and exchanges_heads(method, self.shape.heads, self.shape.kv_heads, ways)
+
+    @property
+    def attended_keys(self) -> int:
+        """Width of the keys, for each token of this process, that attention under context parallelism keeps."""
+        ways = self.parallel.context_parallel
+        if self.exchanges_heads:
+            # Ranks may share a head of keys.
+            return max(self.shape.kv_heads, ways) * self.shape.head_dim
+        return self.shape.keys * ways
 
     @property
     def fsdp(self) -> Fsdp | None:

@@ -84,6 +84,12 @@ class Fsdp(Section):
         description="Expert-parallel size: adjacent ranks that share the experts of each layer of a mixture and "
         "exchange tokens instead of gathering the weights of all experts. Keep a group within one pod.",
     )
+    context_parallel_method: Literal["auto", "all_gather", "ulysses"] = Field(
+        "auto",
+        description="How attention sees whole rows under context parallelism: `all_gather` gathers keys and values; "
+        "`ulysses` exchanges slices of rows for heads, and each rank attends with its share of the heads; `auto` "
+        "takes the one that sends fewer bytes.",
+    )
 
 
 class Deepspeed(_DataParallel):

@@ -15,6 +15,9 @@ from torch.nn.functional import pad
 from tasks.runtime.data.dataset import IGNORE_INDEX, Batch, Row
 from tasks.runtime.process.ranks import Processes
 
+# The smallest `max_seqlen`. Flash attention starts a program for each block of that many queries.
+_MIN_SEQLEN = 128
+
 
 def context_chunks(processes: Processes) -> tuple[int, int]:
     """Indices of this rank's two chunks."""
@@ -33,7 +36,8 @@ def shard_batch(batch: Batch, processes: Processes) -> Batch:
 
     Beside them, the labels that they predict, which may be of a token elsewhere (`next_labels`); where in the row the
     document of each begins (`sequence_starts`); and where documents end in the first and in the second of its chunks
-    (`cu_seqlens`, `late_cu_seqlens`), of which each may have another number.
+    (`cu_seqlens`, `late_cu_seqlens`), of which each may have another number. For attention over whole rows, both for
+    all tokens (`row_starts`, `row_cu_seqlens`), and `max_seqlen`.
     """
     count = 2 * processes.cp_size
     length = batch["input_ids"].shape[1]
@@ -53,7 +57,19 @@ def shard_batch(batch: Batch, processes: Processes) -> Batch:
     }
     begins = whole["sequence_starts"]
     early, late = (cu_seqlens(begins, number, count) for number in context_chunks(processes))
-    return {**parts, "cu_seqlens": early, "late_cu_seqlens": late}
+    whole_rows = {"row_starts": begins, "row_cu_seqlens": cu_seqlens(begins, 0, 1), "max_seqlen": max_seqlen(positions)}
+    return {**parts, "cu_seqlens": early, "late_cu_seqlens": late, **whole_rows}
+
+
+def max_seqlen(positions: Tensor) -> Tensor:
+    """An upper bound of the longest sequence, as the first dimension of an empty tensor: [bound, 0], int32.
+
+    The host reads it without waiting for the GPU. positions: [B, T], on the host.
+    """
+    # Rounded to a power of two, so that a compiled layer sees few sizes.
+    bound = max(_MIN_SEQLEN, 1 << int(positions.max()).bit_length())
+    # An integer dtype: FSDP's mixed precision would convert a floating-point one.
+    return torch.empty(min(bound, positions.shape[1]), 0, dtype=torch.int32)
 
 
 def cu_seqlens(begins: Tensor, number: int, count: int) -> Tensor:

@@ -32,7 +32,7 @@ _SAVED = (
     *("flex_attention", "torch_attn::_varlen_attn"),
 )
 # Inputs of a layer by the dimension that has another size in every batch; one graph serves all sizes.
-_DYNAMIC = {"cu_seqlens": 1, "late_cu_seqlens": 1, "max_seqlen": 0}
+_DYNAMIC = {"cu_seqlens": 1, "late_cu_seqlens": 1, "row_cu_seqlens": 1, "max_seqlen": 0}
 
 
 def transformer_layers(model: nn.Module, field: str, instead: str) -> list[nn.Module]:

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from strata_platform.spec.model import Model
 from strata_platform.spec.run_spec import Parallel
-from tasks.runtime.data.context_shards import cu_seqlens
+from tasks.runtime.data.context_shards import cu_seqlens, max_seqlen
 from tasks.runtime.data.dataset import Batch, Row
 from tasks.runtime.models.attention_choice import choose_attention
 from tasks.runtime.models.build import compute_dtype
@@ -36,8 +36,6 @@ _IN_MULTIMODAL = frozenset((
 ))  # fmt: skip
 VARLEN_INPUTS = ("sequence_starts", "cu_seqlens", "max_seqlen")
 """What `with_cu_seqlens` adds to a batch."""
-# The smallest `max_seqlen`. Flash attention starts a program for each block of that many queries.
-_MIN_SEQLEN = 128
 # Newer versions of PyTorch need this argument; older ones derive it from the shapes.
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
@@ -167,14 +165,11 @@ def add_cu_seqlens(batch: Batch) -> Batch:
     """
     positions = batch["position_ids"]
     begins = torch.arange(positions.shape[1]) - positions
-    # Rounded to a power of two, so that a compiled layer sees few sizes.
-    bound = max(_MIN_SEQLEN, 1 << int(positions.max()).bit_length())
     return {
         **batch,
         "sequence_starts": begins,
         "cu_seqlens": cu_seqlens(begins, 0, 1),
-        # An integer dtype: FSDP's mixed precision would convert a floating-point one.
-        "max_seqlen": torch.empty(min(bound, positions.shape[1]), 0, dtype=torch.int32),
+        "max_seqlen": max_seqlen(positions),
     }
 
 

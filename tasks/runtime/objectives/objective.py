@@ -17,7 +17,7 @@ from tasks.runtime.parallel import Strategy
 from tasks.runtime.process.ranks import Processes
 
 # Inputs of varlen attention in a batch.
-_VARLEN_INPUTS = ("sequence_starts", "cu_seqlens", "late_cu_seqlens", "max_seqlen")
+_VARLEN_INPUTS = ("sequence_starts", "cu_seqlens", "late_cu_seqlens", "max_seqlen", "row_starts", "row_cu_seqlens")
 
 
 class MicroBatchLoss(NamedTuple):

@@ -46,6 +46,11 @@ class Group(NamedTuple):
         exact = torch.float32 if x.element_size() < 4 else x.dtype
         return parts.unflatten(0, (self.size, -1)).sum(0, dtype=exact).to(x.dtype)
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """[size, ...] → [size, ...]: entry i goes to rank i, and entry i of the result comes from it."""
+        ones = [1] * self.size
+        return _done(torch.ops._c10d_functional.all_to_all_single(x.contiguous(), ones, ones, self.name))
+
     def gather_columns(self, x: Tensor) -> Tensor:
         """[..., D / size] → [..., D], the columns of all ranks."""
         return torch.cat(self.all_gather(x).chunk(self.size), dim=-1)
@@ -132,3 +137,18 @@ class AllGather(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """[size N, ...] → [N, ...]."""
         return ctx.group.reduce_scatter(gradient), None
+
+
+class AllToAll(torch.autograd.Function):
+    """Exchanges entries with all ranks; the backward pass sends their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        """[size, ...] → [size, ...]."""
+        ctx.group = group
+        return group.all_to_all(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """[size, ...] → [size, ...]."""
+        return ctx.group.all_to_all(gradient), None

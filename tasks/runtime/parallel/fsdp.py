@@ -65,7 +65,8 @@ class Fsdp(BaseStrategy):
         whole = move_to_meta(model)
         packed = set_packed_shapes(model) if self._quantized else {}
         if self._context_mesh is not None:
-            apply_context_parallel(model, self._context_mesh, self._processes)
+            method = self._settings.context_parallel_method
+            apply_context_parallel(model, self._context_mesh, self._processes, method)
         if self._tensor_mesh is not None:
             apply_tensor_parallel(model, self._tensor_mesh, whole_logits=not self._fused_loss)
         if self._experts_mesh is not None:

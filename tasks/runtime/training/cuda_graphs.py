@@ -77,6 +77,7 @@ def unsupported_reason(step: TrainingStep, spec: RunSpec, processes: Processes) 
         "the model has recurrent layers, whose sizes the host reads": bool(recurrent_layers(step.model)),
         "the model also takes other input than text, of other sizes in each batch": is_multimodal(config),
         "the model is a mixture of experts": _has_experts(step.model),
+        "the model takes images, of other sizes in every batch": is_multimodal(config),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

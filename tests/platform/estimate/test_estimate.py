@@ -301,6 +301,21 @@ def test_keys_and_values_of_cut_rows_are_waited_for(kind, times):
     assert cut.time.products == pytest.approx(plain.time.products / 4)
 
 
+def test_heads_are_exchanged_for_slices_of_rows_where_that_sends_less():
+    """By eight processes, not by four; a rank has 4 of 32 heads, and 1 of 8 of keys, over the whole row."""
+    training = {"training": {"micro_batch_size": 2}}
+
+    def sent(processes, method):
+        cut = on(processes, context_parallel=processes, context_parallel_method=method)
+        return take(**cut, **training).time.waiting
+
+    for processes, cheaper in ((4, "all_gather"), (8, "ulysses")):
+        assert sent(processes, "auto") == min(sent(processes, m) for m in ("all_gather", "ulysses"))
+        assert sent(processes, "auto") == sent(processes, cheaper)
+    work = work_of(**on(8, context_parallel=8), **training)
+    assert activations_of_layer(work) == 2 * 4096 // 8 * (7 * 4096 + 2 * 14336 + 2 * 1024) * 2
+
+
 def test_rows_that_are_cut_have_masks_in_float32():
     model = {"name": "llama-3.1-8b", "dtype": "float32"}
     work = work_of(**CONTEXT, model=model, training={"micro_batch_size": 1})

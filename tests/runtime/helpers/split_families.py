@@ -23,7 +23,8 @@ from tests.runtime.helpers.train_forked import run_forked
 # Of an odd vocabulary, which two processes have unequal parts of.
 assert VOCABULARY % 2 == 1
 
-TENSOR, CONTEXT = {"tensor_parallel": 2}, {"context_parallel": 2}
+TENSOR = {"tensor_parallel": 2}
+CONTEXT, ULYSSES = ({"context_parallel": 2, "context_parallel_method": method} for method in ("all_gather", "ulysses"))
 PLAIN = {"kernels": {"enabled": False}}
 
 CHECKS = (
@@ -38,7 +39,13 @@ CHECKS = (
     # Windows of attention, and scores that are scaled by another number.
     *((family, CONTEXT, {}) for family in ("gemma3_text", "granite")),
     ("qwen3", CONTEXT, PLAIN),
-    ("llama", CONTEXT, {"training": {"compile": True, "gradient_checkpointing": "per_op"}}),
+    ("gemma3_text", ULYSSES, {}),
+    # Both ranks share one head of keys.
+    ("granite", ULYSSES, {}, {"num_key_value_heads": 1}),
+    *(
+        ("llama", parallel, {"training": {"compile": True, "gradient_checkpointing": "per_op"}})
+        for parallel in (CONTEXT, ULYSSES)
+    ),
 )
 
 

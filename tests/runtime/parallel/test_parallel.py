@@ -7,10 +7,12 @@ import torch
 from transformers import AutoConfig
 
 from strata_kernels.patch.structure import activate_and_project
+from strata_platform.context_parallel import exchanges_heads
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
 from strata_platform.spec.model import Model
 from tasks.runtime.data.context_shards import cu_seqlens, shard_batch
+from tasks.runtime.parallel import context
 from tasks.runtime.parallel.context import require_context_parallel_support
 from tasks.runtime.parallel.parallel_linear import ColumnParallelLinear, RowParallelLinear, make_parallel
 from tasks.runtime.parallel.tensor import require_tensor_parallel_support
@@ -72,6 +74,42 @@ def test_slices_of_a_row_make_the_row():
     assert whole["input_ids"].tolist() == [[*range(13), 0, 0, 0]]
     assert whole["next_labels"].tolist() == [[*range(1, 13), *[-100] * 4]]
     assert whole["sequence_starts"].tolist() == [[0] * 5 + [5] * 8 + [13] * 3]
+
+
+def test_exchanged_slices_are_the_row_and_back():
+    rows = torch.arange(2 * 16 * 3).view(2, 16, 3)
+    slices = context._in_slices(rows, 4)
+    for rank, (early, late) in enumerate(((0, 7), (1, 6), (2, 5), (3, 4))):
+        own = torch.cat([rows[:, 2 * number : 2 * number + 2] for number in (early, late)], dim=1)
+        assert torch.equal(slices[rank], own)
+    assert torch.equal(context._in_row_order(slices, 2), rows)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "cheaper_from"),
+    [
+        # Llama 3.1 8B, without grouped queries, and one head of keys, which ranks would have to share.
+        pytest.param(32, 8, 8, id="grouped"),
+        pytest.param(32, 32, 4, id="as many keys"),
+        pytest.param(32, 1, None, id="one head of keys"),
+        pytest.param(14, 2, None, id="no power of two divides them"),
+    ],
+)
+def test_the_method_that_sends_fewer_bytes_is_taken(queries, keys, cheaper_from):
+    for ways in (2, 4, 8, 16, 32):
+        taken = exchanges_heads("auto", queries, keys, ways)
+        assert taken == (cheaper_from is not None and ways >= cheaper_from), ways
+
+
+def test_heads_that_ranks_cannot_divide_are_refused(tmp_path):
+    AutoConfig.for_model("llama", num_attention_heads=6, num_key_value_heads=3, hidden_size=48).save_pretrained(
+        tmp_path
+    )
+    parallel = {"tensor_parallel": 1, "context_parallel": 2, "context_parallel_method": "ulysses"}
+    with pytest.raises(ValueError, match=r"6 heads of queries and 3 of keys[\s\S]*method to 'all_gather'"):
+        require_context_parallel_support(Model(name=str(tmp_path)), spec_of(**{"parallel": parallel}).parallel)
+    parallel["context_parallel_method"] = "auto"
+    require_context_parallel_support(Model(name=str(tmp_path)), spec_of(**{"parallel": parallel}).parallel)
 
 
 def test_attention_by_document_sees_what_the_mask_lets_it():
