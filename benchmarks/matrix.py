@@ -6,7 +6,8 @@ Trains a Llama of 0.1 billion parameters on real text, in bfloat16, STEPS steps 
 process, then by each combination of framework, strategy and adapter that the spec accepts, and by options of strategies
 and optimizers. Each run is then trained again from its first checkpoint, in fresh processes. Losses are compared with
 those of one process; a resume is exact when losses and gradient norms have the same bits. All have
-`training.deterministic` but two, which tell what that costs. The table is printed, and kept in out/matrix.
+`training.deterministic` but two, which tell what that costs. Experts are spread in a mixture of 32, `name=mixture`. The
+table is printed, and kept in out/matrix.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from strata_platform.errors import SpecError
 from strata_platform.spec import DataRecipe, RunSpec, load_spec
@@ -58,6 +59,7 @@ SHAPE = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+EXPERTS = {"head_dim": 64, "moe_intermediate_size": 512, "num_experts": 32, "num_experts_per_tok": 4}
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class Cell:
         values: dict[str, Any] = {
             "name": re.sub("[^a-z0-9]+", "-", str(self).lower())[:53].rstrip("-"),
             "output": str(output),
-            "model": {"name": str(output / "model"), "dtype": "bfloat16"},
+            "model": {"name": "model", "dtype": "bfloat16"},
             "optimizer": {"lr": 3e-4},
             "data": {"sequence_length": LENGTH},
             "training": {
@@ -128,6 +130,7 @@ class Cell:
         for path, value in self.fields.items():
             section, _, name = path.partition(".")
             values.setdefault(section, {})[name] = value
+        values["model"]["name"] = str(output / values["model"]["name"])
         return RunSpec.model_validate(values)
 
 
@@ -168,6 +171,10 @@ def _cells(several: int) -> Iterator[Cell]:
         yield Cell("torch", strategy, {"training.deterministic": False})
     if several > 2:
         yield Cell("torch", "fsdp", {"parallel.replicas": several // 2})
+    mixture = {"model.name": "mixture"}
+    yield Cell("torch", "fsdp", mixture)
+    for framework in FRAMEWORKS:
+        yield Cell(framework, "fsdp", {**mixture, "parallel.expert_parallel": several})
     for path, framework in itertools.product(_SHARED, FRAMEWORKS):
         yield Cell(framework, "fsdp", {path: several})
     yield Cell("torch", "fsdp", {"parallel.tensor_parallel": several, "parallel.cpu_offload": True})
@@ -186,16 +193,21 @@ def cells_of(output: Path, several: int, only: str) -> dict[str, tuple[Cell, Run
     return found
 
 
-def write_model(folder: Path, output: Path) -> None:
-    """Random weights, and the tokenizer of the built-in data."""
+def write_models(output: Path) -> None:
+    """A Llama and a mixture of random weights, and the tokenizer of the built-in data."""
     spec = RunSpec.model_validate({"name": "data", "output": str(output), "data": {"sequence_length": LENGTH}})
     recipe = DataRecipe.from_spec(spec, fingerprint(spec))
     tokenizer = prepare(recipe, data_folder(spec.output, recipe), report=print).tokenizer()
-    torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = LlamaForCausalLM(LlamaConfig(**SHAPE)).bfloat16()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    for folder in ("model", "mixture"):
+        torch.manual_seed(0)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            model: PreTrainedModel = (
+                LlamaForCausalLM(LlamaConfig(**SHAPE))
+                if folder == "model"
+                else Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS))
+            )
+        model.bfloat16().save_pretrained(output / folder)
+        tokenizer.save_pretrained(output / folder)
 
 
 def train_all(arguments: Sequence[str]) -> None:
@@ -333,7 +345,7 @@ def main() -> int:
     end = time.monotonic() + told.minutes * 60
     shutil.rmtree(told.out, ignore_errors=True)
     told.out.mkdir(parents=True)
-    write_model(told.out / "model", told.out)
+    write_models(told.out)
     failed = measure(told.out.absolute(), told.processes, told.only, end)
     table = told.out / "matrix.md"
     print(table.read_text(encoding="utf-8") if table.exists() else "nothing trained")

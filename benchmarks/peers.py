@@ -29,6 +29,7 @@ NAMES = {
     "nn": "PyTorch's fused",
     "compile": "torch.compile",
     "grouped_mm": "transformers' grouped_mm",
+    "scattermoe": "ScatterMoE",
     "liger": "Liger-Kernel",
     "liger_fp32": "Liger-Kernel, fp32 sums",
     "trl": "TRL",
@@ -36,7 +37,15 @@ NAMES = {
     "cce": "cut-cross-entropy",
     "cce_exact": "cut-cross-entropy, exact",
 }
-_DISTRIBUTIONS = ("transformers", "trl", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl", "cut-cross-entropy")
+_DISTRIBUTIONS = (
+    "transformers",
+    "trl",
+    "liger-kernel",
+    "quack-kernels",
+    "nvidia-cutlass-dsl",
+    "cut-cross-entropy",
+    "scattermoe",
+)
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,16 @@ def _grouped_experts(moe: Any, x: Tensor, gate_up: Tensor, down: Tensor, index: 
     module = SimpleNamespace(**settings, **parts, _is_expert_parallel=False)
     module._apply_gate = partial(moe._default_apply_gate, module)
     return moe.grouped_mm_experts_forward(module, x, index, weights)
+
+
+def _scattered_experts(moe: Any, x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor) -> Any:
+    """As its `GLUMLP`, whose gate is the second half."""
+    order = moe.flatten_sort_count(index, num_experts=gate_up.shape[0])
+    h = moe.parallel_linear(x, gate_up.transpose(1, 2), index.shape[1], *order, grouped_out=True)
+    gate, up = h.chunk(2, dim=-1)
+    return moe.parallel_linear(
+        functional.silu(gate) * up, down.transpose(1, 2), 1, *order, gates=weights, grouped_in=True
+    )
 
 
 def _summed_experts(moe: Any, x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor,
@@ -149,6 +168,7 @@ PEERS: Mapping[str, Mapping[str, Peer]] = {
     "relu_squared": {"liger": Peer(_LIGER, lambda liger, x: liger.liger_relu_squared(x))},
     "experts": {
         "grouped_mm": Peer("transformers.integrations.moe", _grouped_experts),
+        "scattermoe": Peer("scattermoe.parallel_experts", _scattered_experts, waits=True),
         "liger": Peer(
             "liger_kernel.ops.fused_moe", lambda moe, *inputs: moe.LigerFusedMoEFunction.apply(*inputs), waits=True
         ),

@@ -107,7 +107,10 @@ class Fsdp(BaseStrategy):
         sizes = {"replicate": replicas, "expert_shard": self._processes.dp_cp_size // replicas // ways, "expert": ways}
         names = tuple(name for name, size in sizes.items() if size > 1 or name != "replicate")
         device = self._processes.device.type
-        return init_device_mesh(device, tuple(sizes[name] for name in names), mesh_dim_names=names)
+        mesh = init_device_mesh(device, tuple(sizes[name] for name in names), mesh_dim_names=names)
+        # PyTorch then reduces a norm over both in one collective.
+        mesh["expert_shard", "expert"]._flatten("experts")
+        return mesh
 
     def _shard(self, module: nn.Module, *, reshard_after_forward: bool) -> None:
         fully_shard(
