@@ -18,6 +18,9 @@ from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_only import train_spec
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+# The compiler looks at it, and hides the warning by means that do not hide errors.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
 STEPS = 24
 PRETRAINED = {"name": "organization/model", "dtype": "bfloat16"}
 
