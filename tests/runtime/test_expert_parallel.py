@@ -8,6 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from strata_platform.errors import SpecError
 from strata_platform.spec import DataRecipe, RunSpec
+from tasks.runtime import checkpoint
+from tasks.runtime.checkpoint.state import read_model_tensors
+from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.data import fingerprint, prepare
 from tasks.runtime.evaluation.evaluate_model import evaluate
 from tasks.runtime.export.export_model import export
@@ -26,9 +29,10 @@ BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 SPLIT = {"expert_parallel": 2}
 ROUNDED = {"model": {"dtype": "bfloat16"}}
 FROZEN = {"adapter": {"type": "lora", "r": 4}}
+ADAPTED = {"adapter": {"type": "lora", "r": 4, "target_parameters": ["gate_up_proj", "down_proj"]}}
 
-# What is trained: a balanced mixture, weights in bfloat16 with exact updates, adapters beside frozen experts.
-KINDS = {"balanced": {}, "rounded": ROUNDED, "frozen": FROZEN}
+# What is trained: a balanced mixture, weights in bfloat16 with exact updates, adapters beside experts and of experts.
+KINDS = {"balanced": {}, "rounded": ROUNDED, "frozen": FROZEN, "adapted": ADAPTED}
 # Kind, framework, other settings.
 CELLS = {
     "hf": ("balanced", "hf", {"training": {"gradient_checkpointing": "full"}}),
@@ -36,6 +40,7 @@ CELLS = {
     "torch": ("balanced", "torch", {"training": {"gradient_checkpointing": "per_op"}}),
     "rounded": ("rounded", "torch", {}),
     "frozen": ("frozen", "hf", {}),
+    "adapted": ("adapted", "torch", {"training": {"gradient_checkpointing": "full"}}),
 }
 
 
@@ -76,8 +81,20 @@ def split(output):
     whole = spec_of(output, "joined-first", "balanced", processes=2)
     later = spec_of(output, "joined-first", "balanced", processes=2, **SPLIT)
     files += [file_of(output, whole), f"{file_of(output, later, 'split-later')}@{SAVED}"]
-    launch(2, *files)
-    return specs | {"split-later": later}
+    killed = spec_of(output, "killed", "balanced", "lightning", 2, **SPLIT)
+    kill_after(SAVED + 1, file_of(output, killed))
+    launch(2, *files, file_of(output, killed))
+    return specs | {"split-later": later, "killed": killed}
+
+
+def kill_after(step, file):
+    """Train, and kill all processes as when a machine is lost."""
+    launched = start(file, 2)
+    for line in launched.stdout:
+        if f"step {step}/" in line:
+            break
+    kill_tree(launched.pid, signal.SIGKILL)
+    launched.communicate(timeout=120)
 
 
 @pytest.mark.parametrize("processes", [2, 4])
@@ -112,34 +129,32 @@ def test_one_process_goes_on_from_what_two_began(alone, split, output):
     assert curve(split["hf"]) == approx(alone["balanced"][2])
 
 
-def exported(spec):
-    record = CompletionRecord.load(RunFolder.of(spec).record)
-    recipe = DataRecipe.from_spec(spec, fingerprint(spec))
-    data = prepare(recipe, data_folder(spec.output, recipe), report=print)
-    weights = collect_weights(RunFolder.of(spec), spec.adapter, record)
-    folder = export(spec, evaluate(spec, record, data, weights), data, weights).model
-    model = AutoModelForCausalLM.from_pretrained(folder)
+def logits(model):
     with torch.inference_mode():
         return model.eval()(torch.arange(5, 37)[None]).logits
 
 
-def test_the_export_is_that_of_one_process(alone, split):
-    expected = exported(alone["balanced"][0])
-    torch.testing.assert_close(exported(split["lightning"]), expected, rtol=1e-3, atol=1e-3)
+def trained(spec):
+    """The weights of the last checkpoint, in a model of transformers."""
+    model = AutoModelForCausalLM.from_pretrained(spec.model.name)
+    model.load_state_dict(read_model_tensors(Index(checkpoint.latest(RunFolder.of(spec).checkpoints))))
+    return model
 
 
-def test_killed_and_started_again_it_computes_the_same_bits(split, output):
-    spec = spec_of(output, "killed", "balanced", "lightning", 2, **SPLIT)
-    file = file_of(output, spec)
-    first = start(file, 2)
-    for line in first.stdout:
-        if f"step {SAVED + 1}/" in line:
-            break
-    kill_tree(first.pid, signal.SIGKILL)
-    first.communicate(timeout=120)
-    assert not RunFolder.of(spec).record.exists()
-    launch(2, file)
-    assert curve(spec) == curve(split["lightning"])
+def test_transformers_reads_the_export(alone, split):
+    spec = split["lightning"]
+    record, recipe = CompletionRecord.load(RunFolder.of(spec).record), DataRecipe.from_spec(spec, fingerprint(spec))
+    data = prepare(recipe, data_folder(spec.output, recipe), report=print)
+    weights = collect_weights(RunFolder.of(spec), spec.adapter, record)
+    folder = export(spec, evaluate(spec, record, data, weights), data, weights).model
+    found = logits(AutoModelForCausalLM.from_pretrained(folder))
+    assert torch.equal(found, logits(trained(spec)))
+    torch.testing.assert_close(found, logits(trained(alone["balanced"][0])), rtol=1e-3, atol=1e-3)
+
+
+def test_killed_and_started_again_it_computes_the_same_bits(split):
+    assert CompletionRecord.load(RunFolder.of(split["killed"]).record).restarts == 1
+    assert curve(split["killed"]) == curve(split["lightning"], attempt=0)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +167,6 @@ def test_killed_and_started_again_it_computes_the_same_bits(split, output):
         ({"kernels": {"enabled": False}}, "needs the fused operator 'experts'"),
         ({"kernels": {"exclude": ["experts"]}}, "needs the fused operator 'experts'"),
         ({"training": {"compile": True}}, "breaks the graph of a layer; set training.compile to false"),
-        ({"adapter": {"type": "lora", "target_parameters": ["down_proj"]}}, "leave adapter.target_parameters out"),
         ({"adapter": {"type": "lora", "quantization": "nf4"}}, "set .* adapter.quantization to 'none'"),
         ({"parallel": {"type": "ddp"}}, "a field of type 'fsdp' alone"),
     ],

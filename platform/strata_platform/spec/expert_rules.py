@@ -63,12 +63,6 @@ def _adapter(adapter: Adapter, ways: int) -> Iterator[Contradiction]:
     if not isinstance(adapter, Lora):
         return
     yield Contradiction(
-        bool(adapter.target_parameters),
-        (_FIELD, "adapter.target_parameters"),
-        f"{ways} splits weights by experts, but PEFT stores the adapters of all experts in matrices that cannot be; "
-        f"set {_FIELD} to 1, where fsdp shards them as well, or leave adapter.target_parameters out",
-    )
-    yield Contradiction(
         adapter.quantization != "none",
         (_FIELD, "adapter.quantization"),
         f"{ways} splits weights by experts, but adapter.quantization '{adapter.quantization}' packs those of all "

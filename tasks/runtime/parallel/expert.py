@@ -157,12 +157,21 @@ class _ParallelExperts(nn.Module):
         slots = _HostCount(own)
         x = _GatherTokens.apply(_padded(hidden_states, more), group)
         weights = _GatherTokens.apply(_padded(top_k_weights, more), group)
+        if options.get("adapters"):
+            # Those of all experts are here. FSDP averages their gradients over all ranks, of which one per group has
+            # some of an expert: the average that the loss is scaled for.
+            options["adapters"] = {name: self._own(adapter) for name, adapter in options["adapters"].items()}
         # A rank's share of all slots, if experts are in equal use.
         mean = own.numel() // group.size
         parts = super().forward(x, index, weights, max_slots=_rounded_up(slots.get(mean), mean), **options)
         whole: Tensor = _SumTokens.apply(parts, group)
         # FSDP warns of modules that return a view.
         return whole[:tokens].clone() if more else whole
+
+    def _own(self, adapter: tuple[Tensor, Tensor, float]) -> tuple[Tensor, Tensor, float]:
+        left, right, scale = adapter
+        own = slice(self.begin, self.begin + self.count)
+        return left[own], right[own], scale
 
 
 @cache
