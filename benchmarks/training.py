@@ -52,9 +52,10 @@ from tasks.runtime.training.frameworks import load_framework
 from tasks.runtime.training.session import Session, session
 from tasks.runtime.training.train import build_job
 
-# Steps to train, and how many of the first are left out of the speed; with CUDA graphs, which are captured first.
-STEPS, UNTIMED = 6, 2
-GRAPHED_STEPS, GRAPHED_UNTIMED = 40, 24
+# Steps to train, and how many of the first are left out of the speed: they compile, and capture CUDA graphs. Fewer of
+# long rows, which take a minute each and have no graphs.
+STEPS, UNTIMED = 12, 8
+LONG, LONG_STEPS, LONG_UNTIMED = 32768, 3, 1
 
 _WIDE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
 _COMMON = {"model_type": "llama", "vocab_size": 128256, "rope_theta": 500000.0, "max_position_embeddings": 8192}
@@ -102,7 +103,8 @@ class Run:
     @property
     def steps(self) -> tuple[int, int]:
         """Steps to train, and how many of the first are not timed."""
-        return (GRAPHED_STEPS, GRAPHED_UNTIMED) if self.shape == "0.6b" else (STEPS, UNTIMED)
+        is_long = self.fields.get("data.sequence_length", 0) >= LONG
+        return (LONG_STEPS, LONG_UNTIMED) if is_long else (STEPS, UNTIMED)
 
     def spec(self, output: Path, model: Path) -> RunSpec:
         """Of a few steps on packed rows."""
@@ -251,7 +253,7 @@ def measure(run: Session, data: PreparedData, untimed: int, *, profiler: Any = N
             if gpu:
                 torch.cuda.synchronize(device)
             ends.append(time.perf_counter())
-            if profiler is not None and len(ends) == STEPS - 1:
+            if profiler is not None and len(ends) == run.spec.training.steps - 1:
                 profiler.start()
 
         job.end_step = end_and_note  # type: ignore[method-assign]

@@ -79,7 +79,10 @@ def test_batches_of_about_as_many_sequences_have_one_shape(rows, sequences):
     [
         ({"objective": {"type": "distill", "teacher": "organization/teacher"}}, "objective.type"),
         ({"parallel": {"type": "ddp"}}, "parallel.type"),
-        ({"training": {"gradient_checkpointing": "full"}}, "training.gradient_checkpointing"),
+        (
+            {"training": {"gradient_checkpointing": "full", "activation_offloading": True}},
+            "training.activation_offloading",
+        ),
         ({"training": {"neftune_noise_alpha": 5}}, "training.neftune_noise_alpha"),
         ({"model": PRETRAINED, "adapter": {"type": "lora", "lora_dropout": 0.1}}, "adapter.lora_dropout"),
         ({"model": PRETRAINED, "adapter": {"type": "lora", "quantization": "nf4"}}, "adapter.quantization"),
@@ -141,6 +144,10 @@ RUNS = {
     "pretrain": {"objective": {"type": "pretrain"}},
     "accumulated": {"training": {"gradient_accumulation_steps": 3}},
     "lora": {"adapter": {"type": "lora"}},
+    "recomputed": {"training": {"gradient_checkpointing": "full"}},
+    "recomputed, lora": {"adapter": {"type": "lora"}, "training": {"gradient_checkpointing": "selective"}},
+    "recomputed per operator": {"training": {"gradient_checkpointing": "per_op"}},
+    "recomputed, compiled": {"training": {"gradient_checkpointing": "full", "compile": True}},
     "compiled": {"training": {"compile": True}},
     "hf": {"framework": "hf"},
     "lightning": {"framework": "lightning"},
@@ -155,7 +162,11 @@ def test_on_a_gpu_losses_have_the_bits_of_a_run_without(output, kind, sections, 
         sections = {**sections, "model": {"name": str(save_pretrained(output / "pretrained")), "dtype": "bfloat16"}}
     training = {"deterministic": "compile" not in sections.get("training", {}), **sections.get("training", {})}
     without, with_graphs = (
-        make_spec(output, f"{kind}-graphs-{on}".lower(), **{**sections, "training": {**training, "cuda_graphs": on}})
+        make_spec(
+            output,
+            f"{kind}-graphs-{on}".lower().replace(" ", "-").replace(",", ""),
+            **{**sections, "training": {**training, "cuda_graphs": on}},
+        )
         for on in (False, True)
     )
     train_spec(without)
