@@ -122,10 +122,12 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--only", choices=("check", "static", "growing", "theirs"))
     parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
     given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    print(check(device), flush=True)
+    if given.only in (None, "check"):
+        print(check(device), flush=True)
     asked = requests(given.prompts, given.group, SHAPE["vocab_size"])
     sampling = Sampling(max_new_tokens=given.tokens)
     total = len(asked) * given.tokens
@@ -134,6 +136,8 @@ def main() -> None:
         ("embedded", True, "static"), ("embedded, growing cache", True, "growing"),
         ("transformers' generate", False, "theirs"),
     ):  # fmt: skip
+        if given.only not in (None, kind):
+            continue
         model = build(device, dtype, patched=patched, num_hidden_layers=given.layers)
         own = engine(model, static=kind == "static")
 
@@ -144,7 +148,10 @@ def main() -> None:
 
         times = [seconds(run, device) for _ in range(3 if kind == "static" else 1)]
         peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-        print(f"{name:26} {' '.join(f'{t:7.2f}' for t in times)} s  {total / times[-1]:9,.0f} tok/s  {peak:6.1f} GiB")
+        print(
+            f"{name:26} {' '.join(f'{t:7.2f}' for t in times)} s  {total / times[-1]:9,.0f} tok/s  {peak:6.1f} GiB",
+            flush=True,
+        )
         del model, own, run
         if device.type == "cuda":
             torch.cuda.empty_cache()

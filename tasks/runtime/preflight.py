@@ -131,6 +131,13 @@ CHECKS = (
         "Python can import objective.object, and it takes objective.arguments",
     ),
     Check(
+        "rewards",
+        ("plan", "launch"),
+        "rewards.scoring:require_rewards",
+        ("spec.objective",),
+        "Python can import the functions of objective.rewards, they take their arguments, its models have a score",
+    ),
+    Check(
         "callbacks",
         ("plan", "launch"),
         "extensions.callback_runner:require_callbacks",
@@ -227,6 +234,13 @@ CHECKS = (
         "evaluation.during_training:require_validation_rows",
         ("spec.evaluation", "data"),
         "with evaluation.every, the prepared data has rows to evaluate on",
+    ),
+    Check(
+        "columns of rewards",
+        ("rank 0",),
+        "rewards.scoring:require_reward_columns",
+        ("spec.objective", "data"),
+        "the prepared prompts have the columns that the functions of objective.rewards need",
     ),
     Check(
         "teacher's vocabulary",

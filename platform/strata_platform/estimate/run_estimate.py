@@ -101,6 +101,11 @@ class Estimate:
                     "the reference over them; objective.loss 'apo_zero_unpaired' needs neither",
                 ),
                 (
+                    objective.type == "grpo",
+                    "objective.type 'grpo': keys and values of objective.generation.batch_size answers, the time that "
+                    "generation takes, and with objective.beta the reference's weights and forward pass",
+                ),
+                (
                     objective.type == "custom",
                     "objective.type 'custom': what objective.object computes; a `BatchObjective` holds all logits",
                 ),

@@ -53,7 +53,8 @@ Template = Annotated[Text, AfterValidator(_template), Allowed("'alpaca', a .jinj
 Role = Literal["system", "user", "assistant", "tool"]
 TrainOn = Literal["completions", "last_turn", "all"] | Annotated[tuple[Role, ...], Field(min_length=1)]
 FormatName = Literal[
-    "auto", "text", "tokens", "prompt_completion", "chat", "alpaca", "preference", "preference_chat"
+    "auto", "text", "tokens", "prompt_completion", "chat", "alpaca", "preference", "preference_chat", "prompt",
+    "prompt_chat",
 ]  # fmt: skip
 
 MAX_SOURCES = 100
@@ -81,14 +82,16 @@ class Reading(Section):
     format: FormatName | ObjectName = Field(
         "auto",
         description="Format of a row. `auto` decides by the columns; the page Data formats has all forms. `alpaca` is "
-        "a question and its answer, as a chat. `preference_chat` reads pairs of texts as chats, `tokens` ids. A class "
-        "of your own, such as `my_package.formats:Tickets`, is based on one of `tasks.runtime.extensions`.",
+        "a question and its answer, as a chat. `preference_chat` reads pairs of texts as chats, `tokens` ids, "
+        "`prompt_chat` prompts as chats. A class of your own, such as `my_package.formats:Tickets`, is based on one of "
+        "`tasks.runtime.extensions`.",
     )
     format_arguments: Arguments = Field({}, description="What a `format` of your own is called with, by name.")
     text_column: Text | None = Field(None, description="Column of format `text`; by default `text` or `content`.")
     prompt_column: Text | None = Field(
         None,
-        description="Prompt column of `prompt_completion`, `alpaca` and `preference`; by default a known name.",
+        description="Column of prompts, of `prompt_completion`, `alpaca`, `preference` and `prompt`; by default a "
+        "known name.",
     )
     completion_column: Text | None = Field(
         None, description="Completion or answer column of `prompt_completion` and `alpaca`; by default a known name."

@@ -128,6 +128,7 @@ ObjectName = Annotated[
     Field(pattern=rf"^({_MODULE}:[A-Za-z_]\w*|entry-point:[\w.-]+)$"),
     Allowed("`module:Class`, or `entry-point:name` of an installed package"),
 ]
+FunctionName = Annotated[str, Field(pattern=rf"^{_MODULE}:[A-Za-z_]\w*$"), Allowed("`module:function`")]
 Arguments = Annotated[dict[str, Any], AfterValidator(_storable), Allowed("names and values")]
 
 

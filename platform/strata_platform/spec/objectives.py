@@ -6,7 +6,20 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from strata_platform.spec.fields import Arguments, Number, ObjectName, Section, Text, number
+from strata_platform.spec.describe import Allowed
+from strata_platform.spec.fields import (
+    Arguments,
+    Count,
+    Flag,
+    FunctionName,
+    Integer,
+    Name,
+    Number,
+    ObjectName,
+    Section,
+    Text,
+    number,
+)
 
 
 class Pretrain(Section):
@@ -158,6 +171,108 @@ class Distill(Section):
     )
 
 
+class Generation(Section):
+    """How a model in training answers prompts."""
+
+    max_new_tokens: Integer = Field(
+        256, ge=1, le=1 << 20, description="Tokens of an answer at most; `data.sequence_length` counts them, too."
+    )
+    temperature: Number = Field(
+        1.0, gt=0, le=100, description="Logits are divided by it, in the loss as well as when answers are drawn."
+    )
+    top_p: Number = Field(1.0, gt=0, le=1, description="Draw from the likeliest tokens with this probability together.")
+    top_k: Integer = Field(0, ge=0, le=1 << 20, description="Draw from this many of the likeliest tokens; 0: from all.")
+    stop: tuple[Text, ...] = Field(
+        (), description="Texts that end an answer, beside the tokens that end a turn or a text."
+    )
+    batch_size: Count = Field(
+        128, description="Answers that a process generates together, at most. Their keys and values take memory."
+    )
+
+
+RewardName = Literal["exact_match", "regex", "numeric", "json_schema", "unit_tests"]
+
+
+class RewardTerm(Section):
+    """One reward of an answer: a function, or a reward model."""
+
+    function: RewardName | FunctionName | None = Field(
+        None,
+        description="A function that ships with Strata, or one of your own, such as `my_package.rewards:short`. It is "
+        "called with `prompts`, `completions`, `completion_ids` and the columns of the rows, by name, and returns a "
+        "number for each answer. See [GRPO](grpo.md).",
+    )
+    model: Text | None = Field(
+        None, description="Instead of a function: the folder or Hub id of a reward model, as `reward` exports it."
+    )
+    arguments: Arguments = Field({}, description="What else the function is called with, by name.")
+    weight: Number = Field(1.0, ge=-1e6, le=1e6, description="Weight in the sum of the rewards of an answer.")
+    name: Name | None = Field(None, description="Name in metrics; by default that of the function, or `model`.")
+    seconds: Count = Field(60, description="Seconds that the function may take for the answers of a step.")
+
+    @property
+    def title(self) -> str:
+        """The name in metrics."""
+        return self.name or ("model" if self.function is None else self.function.rpartition(":")[2])
+
+
+class Grpo(Section):
+    """Group relative policy optimization: make answers likelier that a reward prefers to others to the same prompt.
+
+    The model answers each prompt several times in every step. An answer's advantage is its reward relative to those of
+    its group.
+    """
+
+    type: Literal["grpo"] = Field("grpo", description="Learn from rewards of generated answers.")
+    rewards: Annotated[
+        tuple[RewardTerm, ...], Field(min_length=1), Allowed("a list of sections, each with a function or a model")
+    ] = Field(description="What answers are rewarded for.")
+    group_size: Integer = Field(8, ge=2, le=4096, description="Answers to each prompt.")
+    generation: Generation = Field(default_factory=Generation, description="How prompts are answered.")
+    loss: Literal["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo"] = Field(
+        "dapo",
+        description="`dapo` and `bnpo` average over the tokens of the step, `grpo` over those of an answer and then "
+        "over answers, `dr_grpo` divides by `max_new_tokens`; `gspo` takes the ratio of the whole answer; `cispo` and "
+        "`sapo` bound ratios otherwise. The page GRPO has the formulas.",
+    )
+    scale_rewards: Literal["group", "batch", "none"] = Field(
+        "group", description="Divide advantages by the standard deviation of rewards in the group, or in the step."
+    )
+    beta: Number = Field(
+        0.0, ge=0, le=1e3, description="Weight of the KL divergence from the reference model, the initial one."
+    )
+    epsilon: Number = Field(0.2, gt=0, le=1e3, description="How far below 1 a ratio counts.")
+    epsilon_high: Annotated[float, Field(gt=0, le=1e3), BeforeValidator(number)] | None = Field(
+        None,
+        description="How far above 1 a ratio counts; by default `epsilon`. For `cispo` the largest ratio itself, by "
+        "default 5.",
+    )
+    delta: Annotated[float, Field(gt=1, le=1e3), BeforeValidator(number)] | None = Field(
+        None, description="Largest ratio that counts where the advantage is negative; by default there is none."
+    )
+    num_iterations: Integer = Field(1, ge=1, le=100, description="Optimizer steps for the same answers.")
+    overlong: Literal["unrewarded", "mask", "rewarded"] = Field(
+        "unrewarded",
+        description="An answer that `max_new_tokens` cut has a reward of 0; or is rewarded like others, but `mask`: no "
+        "token of it is learned; or learned.",
+    )
+    filter_groups: Flag = Field(
+        False, description="Leave groups whose rewards are all equal out of the means over the step."
+    )
+    importance_cap: Annotated[float, Field(gt=0, le=1e3), BeforeValidator(number)] | None = Field(
+        None,
+        description="Weigh tokens by the probability that training computes over that which generation computed, at "
+        "most this number; by default all count the same.",
+    )
+
+    @property
+    def highest_ratio(self) -> float:
+        """`epsilon_high`, or its default."""
+        if self.epsilon_high is not None:
+            return self.epsilon_high
+        return 5.0 if self.loss == "cispo" else self.epsilon
+
+
 class Custom(Section):
     """An objective of your own, a class based on one of `tasks.runtime.extensions`.
 
@@ -178,6 +293,8 @@ PAIRED = ("dpo", "orpo", "simpo", "cpo", "reward")
 """Objectives that compare the two answers of a pair."""
 LABELLED = ("kto",)
 """Objectives that read single answers, each with a label."""
+PROMPTED = ("grpo",)
+"""Objectives that read prompts and generate the answers."""
 WITH_REFERENCE = ("dpo", "kto")
 """Objectives that compare the model with the one before training."""
 PREFERENCES = ("dpo", "orpo", "simpo", "cpo", "kto")

@@ -7,7 +7,7 @@ from pydantic import Field
 from strata_platform.spec.data import Data, TrainOn
 from strata_platform.spec.fields import Flag, Section
 from strata_platform.spec.model import PRESETS
-from strata_platform.spec.objectives import PAIRED, Custom, Distill
+from strata_platform.spec.objectives import PAIRED, Custom, Distill, Grpo
 from strata_platform.spec.run_spec import Objective, RunSpec
 
 
@@ -44,6 +44,10 @@ class DataRecipe(Section):
         True
         """
         data = spec.data.without_weights().for_preparation()
+        if isinstance(spec.objective, Grpo):
+            # Of a prompt, whose answer takes the rest.
+            length = spec.data.sequence_length - spec.objective.generation.max_new_tokens
+            data = data.model_copy(update={"sequence_length": length})
         return cls(
             data=data.model_copy(update={"train_on": _train_on(data, spec.objective)}),
             objective=_same_targets(spec.objective),

@@ -35,10 +35,12 @@ from strata_platform.spec.kernels import Kernels
 from strata_platform.spec.model import PRESETS, SCORE, Head, Lora, Model, NoAdapter
 from strata_platform.spec.objectives import (
     PREFERENCES,
+    PROMPTED,
     Cpo,
     Custom,
     Distill,
     Dpo,
+    Grpo,
     Kto,
     Orpo,
     Pretrain,
@@ -193,7 +195,7 @@ class Tracking(Section):
 
 
 Objective = Annotated[
-    Pretrain | Sft | Dpo | Kto | Orpo | Simpo | Cpo | Reward | Distill | Custom, Field(discriminator="type")
+    Pretrain | Sft | Dpo | Kto | Orpo | Simpo | Cpo | Reward | Distill | Grpo | Custom, Field(discriminator="type")
 ]
 Adapter = Annotated[NoAdapter | Lora, Field(discriminator="type")]
 Parallel = Annotated[Single | Ddp | Fsdp | Deepspeed, Field(discriminator="type")]
@@ -253,6 +255,19 @@ class RunSpec(Section):
             object.__setattr__(self, "adapter", self.adapter.model_copy(update={"modules_to_save": saved}))
         return self
 
+    @model_validator(mode="after")
+    def _complete_prompts(self) -> Self:
+        """Prompts are not packed: their answers come later. By default a forward pass has those of one prompt."""
+        if not isinstance(self.objective, Grpo):
+            return self
+        # The model is frozen, but this validator is a part of its construction.
+        if "packing" not in self.data.model_fields_set:
+            object.__setattr__(self, "data", self.data.model_copy(update={"packing": False}))
+        if "micro_batch_size" not in self.training.model_fields_set:
+            size = {"micro_batch_size": self.objective.group_size}
+            object.__setattr__(self, "training", self.training.model_copy(update=size))
+        return self
+
     @model_validator(mode="wrap")
     @classmethod
     def _all_problems(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
@@ -262,13 +277,13 @@ class RunSpec(Section):
     def peak_lr(self) -> float:
         """`optimizer.lr`, or the default: 2e-3 from scratch, 2e-4 for adapters, 2e-5 for pretrained weights.
 
-        For preferences a twentieth of that: they are small differences between answers. For Lion a tenth, because each
-        of its updates has the size of AdamW's largest. Adafactor's rates are relative to the weights: 1e-2, as in
-        PyTorch.
+        For preferences and rewards a twentieth of that: they are small differences between answers. For Lion a tenth,
+        because each of its updates has the size of AdamW's largest. Adafactor's rates are relative to the weights:
+        1e-2, as in PyTorch.
         """
         if self.optimizer.lr is not None:
             return self.optimizer.lr
-        scale = 0.05 if self.objective.type in PREFERENCES else 1.0
+        scale = 0.05 if self.objective.type in (*PREFERENCES, *PROMPTED) else 1.0
         if self.optimizer.type == "adafactor":
             return 1e-2 * scale
         if self.optimizer.type == "lion":
@@ -313,6 +328,15 @@ class RunSpec(Section):
         """Global batch size: rows that all processes read for one optimizer step."""
         training = self.training
         return training.micro_batch_size * training.gradient_accumulation_steps * self.dp_size
+
+    @property
+    def steps_per_row(self) -> float:
+        """Optimizer steps that a row of the data takes part in, as a fraction: rows that are prompts have a group of
+        answers, and several steps learn from them.
+        """
+        if isinstance(self.objective, Grpo):
+            return self.objective.group_size * self.objective.num_iterations / self.rows_per_step
+        return 1 / self.rows_per_step
 
     @property
     def tokens_per_forward(self) -> int:

@@ -43,6 +43,11 @@ FEATURES: dict[str, Settings] = {
     "objective.type: dpo, adapter.type: lora": {"objective": {"type": "dpo"}, "adapter": {"type": "lora"}},
     "objective.type: distill": {"objective": {"type": "distill", "teacher": "organization/teacher"}},
     "objective.type: distill, without teacher": {"objective": {"type": "distill"}},
+    "objective.type: grpo": {
+        "objective": {"type": "grpo", "rewards": [{"function": "numeric"}]},
+        "data": {"sequence_length": 1024},
+        "training": {"micro_batch_size": 8},
+    },
     "objective.type: custom": {"objective": {"type": "custom", "object": "my_package.losses:Focal"}},
     **{
         f"optimizer.type: {name}": {"optimizer": {"type": name}}

@@ -18,7 +18,12 @@ class Training(Section):
     epochs: Annotated[float, Field(gt=0, le=1e6), BeforeValidator(number)] | None = Field(
         None, description="Passes over the data. Give this or `steps`."
     )
-    micro_batch_size: Integer = Field(4, ge=1, le=65536, description="Rows per process and forward pass.")
+    micro_batch_size: Integer = Field(
+        4,
+        ge=1,
+        le=65536,
+        description="Rows per process and forward pass; under `grpo` answers, by default `objective.group_size`.",
+    )
     gradient_accumulation_steps: Count = Field(1, description="Forward passes per optimizer step.")
     tokens_per_step: Count | None = Field(
         None,

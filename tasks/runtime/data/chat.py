@@ -172,6 +172,21 @@ class ChatTemplate:
             documents = [Rendered(whole, sorted([*documents[0].learned, *extra]))]
         return documents
 
+    def render_prompt(self, messages: Messages, where: str, tools: Tools | None = None) -> Rendered:
+        """Render to the text that the assistant's next turn follows.
+
+        Raises:
+            RowError: the last message is the assistant's, or as in `render`.
+        """
+        if messages[-1]["role"] == "assistant":
+            raise RowError(f"{where}: the prompt ends with the assistant's message, which the model has to generate")
+        self._in_parts = self._needs_parts(messages)
+        messages = [{key: item for key, item in message.items() if key != "weight"} for message in messages]
+        ((text, _),) = self._apply([(messages, True)], where, tools)
+        self._require_tools(tools, text, where)
+        self._check.require_all(messages, text, where, tools)
+        return Rendered(text, [])
+
     def _needs_parts(self, messages: Messages) -> bool:
         """Whether contents are rendered as lists of parts: those of a chat with images, or of a template for these."""
         if self._reads_texts is None:

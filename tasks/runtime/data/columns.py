@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from strata_platform.spec.data import Data
-from strata_platform.spec.objectives import PAIRED
+from strata_platform.spec.objectives import PAIRED, PROMPTED
 from tasks.runtime.data.image_messages import image_columns
 from tasks.runtime.data.rows import Row, describe_type, suggestion
 from tasks.runtime.data.token_rows import COLUMN as TOKENS
@@ -26,11 +26,15 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "alpaca": ("prompt_column", "completion_column"),
     "preference": ("prompt_column", "chosen_column", "rejected_column"),
     "preference_chat": ("prompt_column", "chosen_column", "rejected_column"),
+    "prompt": ("prompt_column",),
+    "prompt_chat": ("prompt_column",),
 }
-CHATS = ("chat", "alpaca", "preference_chat")
+CHATS = ("chat", "alpaca", "preference_chat", "prompt_chat")
 """Formats whose rows become messages."""
 PREFERENCES = ("preference", "preference_chat")
 """Formats of pairs of answers: as texts, or as chats."""
+PROMPTS = ("prompt", "prompt_chat")
+"""Formats of prompts without answers, which the model generates: as texts, or as chats."""
 
 
 class Shape(NamedTuple):
@@ -66,6 +70,12 @@ SHAPES = (
     Shape("preference_chat", ("instruction", "chosen", "rejected")),
     Shape("preference_chat", ("input", "chosen", "rejected")),
     Shape("preference", ("chosen", "rejected")),
+    # Prompts alone: TRL; questions with what is known about their answers.
+    Shape("prompt", ("prompt",)),
+    Shape("prompt_chat", ("messages",)),
+    Shape("prompt_chat", ("question",)),
+    Shape("prompt_chat", ("problem",)),
+    Shape("prompt_chat", ("instruction",)),
     Shape("text", ("text",)),
     Shape("text", ("content",)),
     # Tokenized beforehand, as `datasets` and trainers store it.
@@ -154,21 +164,26 @@ def find_shape(data: Data, objective: str, present: list[str]) -> Shape | None:
         wanted = [shape for shape in shapes if shape.format in PREFERENCES]
         if data.format == "preference_chat":
             wanted = [shape._replace(format=data.format) for shape in wanted]
+    elif objective in PROMPTED:
+        wanted = [shape for shape in shapes if shape.format in PROMPTS]
+        if data.format == "prompt_chat":
+            wanted = [shape._replace(format=data.format) for shape in wanted]
     elif data.format != "auto":
         wanted = [shape for shape in shapes if shape.format == data.format]
     else:
-        wanted = [shape for shape in shapes if shape.format not in PREFERENCES]
+        wanted = [shape for shape in shapes if shape.format not in (*PREFERENCES, *PROMPTS)]
         if objective == "pretrain":
             wanted.sort(key=lambda shape: shape.format != "text")
     found = next((shape for shape in wanted if set(shape.columns) <= set(present)), None)
-    if found is None and (data.format != "auto" or objective in PAIRED):
+    if found is None and (data.format != "auto" or objective in (*PAIRED, *PROMPTED)):
         raise ValueError(_missing(data, objective, wanted, present))
     return found
 
 
 def known_shapes(data: Data) -> str:
     """The columns that `data.format: auto` looks for, for messages."""
-    columns = dict.fromkeys(_named(shape, data) for shape in SHAPES if shape.format not in PREFERENCES)
+    others = (*PREFERENCES, *PROMPTS)
+    columns = dict.fromkeys(_named(shape, data) for shape in SHAPES if shape.format not in others)
     return ", ".join(" with ".join(map(repr, names)) for names in columns)
 
 
@@ -195,6 +210,8 @@ def _missing(data: Data, objective: str, wanted: list[Shape], present: list[str]
         return (
             f"the objective needs pairs of answers, but the data has no column {column!r}, only {has}; set data.{field}"
         )
+    if objective in PROMPTED:
+        return f"the objective needs prompts, but the data has no column {column!r}, only {has}; set data.{field}"
     return f"data.format {data.format!r} needs the column {column!r}, but the data has {has}; set data.{field}"
 
 
@@ -207,7 +224,7 @@ def optional_columns(name: str, columns: Iterable[str], data: Data) -> tuple[str
     if name not in CHATS:
         return ()
     found = (*system_columns(data), TOOLS, *image_columns(data))
-    if name == "alpaca" or (name == "preference_chat" and len(tuple(columns)) == len(_FIELDS[name])):
+    if name in ("alpaca", "prompt_chat") or (name == "preference_chat" and len(tuple(columns)) == len(_FIELDS[name])):
         found += (*INPUTS, HISTORY)
     return tuple(column for column in found if column not in data.ignore_columns and column not in columns)
 

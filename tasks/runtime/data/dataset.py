@@ -11,6 +11,7 @@ from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, Subset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -32,6 +33,8 @@ IMAGE_COLUMNS = ("images", "image_sizes", "document_images")
 """Of a row with images: their bytes [N], uint8; how many each has [I], and how many images each document [D], int64."""
 ROPE_COLUMNS = ("rope_time", "rope_height", "rope_width")
 """Positions of a token in three dimensions, each [T], int64, for models that rotate by them (M-RoPE)."""
+COLUMNS = "columns"
+"""Of a prompt: what rewards get of its row, as JSON, [N], uint8: `where` it is, its `prompt`, and its `columns`."""
 MODEL_INPUT = "model."
 """Begins the names of what a batch has for the model alone, such as `model.pixel_values`."""
 
@@ -119,6 +122,10 @@ class RowDataset(Dataset[Row]):
             documents = slice(int(shard["rows"][row]), int(shard["rows"][row + 1]))
             margins = shard["scores"][documents] if "scores" in shard else torch.zeros(bounds.numel() - 1)
             tensors["margin"] = _at_starts(margins, tensors["position_ids"]).where(tensors["sides"] == 1, 0.0)
+        if COLUMNS in shard:
+            # Prompts are not packed: each row has one.
+            ends = shard["column_ends"]
+            return tensors | {COLUMNS: shard[COLUMNS][int(ends[row]) : int(ends[row + 1])]}
         padded = _pad(tensors, self._length - (end - begin) if self._length else 0, self._pad_token_id)
         return padded | _images(shard, int(shard["rows"][row]), int(shard["rows"][row + 1]))
 
@@ -261,10 +268,18 @@ def collate(batch: list[Row]) -> Batch:
     The token id of the padding does not matter: it has no label, and only padding attends to it.
     """
     _require_no_images(batch)
-    batch = with_one_width(batch)
+    columns, batch = _columns(with_one_width(batch))
     longest = max(row["input_ids"].numel() for row in batch)
     rows = [_pad(row, longest - row["input_ids"].numel(), 0) for row in batch]
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]} | columns
+
+
+def _columns(batch: list[Row]) -> tuple[Batch, list[Row]]:
+    """The columns of prompts, [B, N], padded with spaces, which JSON allows; and the rows without them."""
+    if COLUMNS not in batch[0]:
+        return {}, batch
+    padded = pad_sequence([row[COLUMNS] for row in batch], batch_first=True, padding_value=ord(" "))
+    return {COLUMNS: padded}, [{name: row[name] for name in row if name != COLUMNS} for row in batch]
 
 
 def collate_flat(batch: list[Row]) -> Batch:
@@ -274,6 +289,9 @@ def collate_flat(batch: list[Row]) -> Batch:
     larger batch a document would attend to the documents before it. transformers: `DataCollatorWithFlattening`.
     """
     _require_no_images(batch)
+    if COLUMNS in batch[0]:
+        # Prompts, which no model reads as a batch.
+        return collate(batch)
     batch = with_one_width(batch)
     return {name: torch.cat([row[name] for row in batch])[None] for name in batch[0]}
 

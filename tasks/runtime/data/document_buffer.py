@@ -32,11 +32,12 @@ class DocumentBuffer:
     """
 
     def __init__(self, folder: Path) -> None:
-        names = ("ids", "targets", "images", "top-ids", "top-log-probs")
+        names = ("ids", "targets", "images", "top-ids", "top-log-probs", "columns")
         self._paths = tuple(folder / f"{name}.spool" for name in names)
         # Closed in __exit__.
         self._files = tuple(open(path, "wb") for path in self._paths)  # noqa: SIM115
-        self._ids, self._targets, self._images, self._top_ids, self._top_log_probs = self._files
+        self._ids, self._targets, self._images, self._top_ids, self._top_log_probs, self._columns = self._files
+        self._column_sizes = array("q")
         # Of each document, the targets that a teacher's tokens are known of, and how many of these each has.
         self._top_counts, self._top_widths = array("q"), array("q")
         self._image_sizes, self._image_counts = array("q"), array("q")
@@ -67,6 +68,9 @@ class DocumentBuffer:
             self._scores.append(encoded.score)
         # All documents have a score, or none.
         assert len(self._scores) in (0, len(self._lengths))
+        if encoded.columns is not None:
+            self._columns.write(encoded.columns)
+            self._column_sizes.append(len(encoded.columns))
         for image in encoded.images:
             self._images.write(image)
             self._image_sizes.append(len(image))
@@ -98,7 +102,7 @@ class DocumentBuffer:
             file.seek(0)
             file.truncate()
         self._lengths, self._samples, self._completion_spans = array("q"), array("q"), array("q")
-        self._scores = array("f")
+        self._scores, self._column_sizes = array("f"), array("q")
         self._image_sizes, self._image_counts = array("q"), array("q")
         self._top_counts, self._top_widths = array("q"), array("q")
         self.held_tokens = self.held_bytes = 0
@@ -147,9 +151,10 @@ class DocumentBuffer:
         A file holds `input_ids` [N] (int32) and `targets` [N] (bool) of all its rows, concatenated; `documents` [D + 1]
         (int64), the offset of each document; `rows` [R + 1] (int64), the first document of each row; and `scores` [D]
         (float32), if documents have them. With a teacher's tokens, also `top_token_ids` [targets, K] (int32) and
-        `top_log_probs` [targets, K] (float32) of all targets, concatenated; see `TopTokens`. With images, also `images`
-        [bytes] (uint8) of all of them, concatenated; `image_ends` [I + 1] (int64), the offset of each;
-        `document_images` [D + 1] (int64), the first image of each document.
+        `top_log_probs` [targets, K] (float32) of all targets, concatenated; see `TopTokens`. With images, also
+        `images` [bytes] (uint8) of all of them, concatenated; `image_ends` [I + 1] (int64), the offset of each;
+        `document_images` [D + 1] (int64), the first image of each document. With prompts, `columns` [bytes] (uint8) of
+        all documents and `column_ends` [D + 1] (int64), the offset of each.
         """
         lengths = self.lengths
         offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -177,7 +182,7 @@ class DocumentBuffer:
             if scores.size:
                 tensors["scores"] = scores[documents[in_shard]]
             tensors |= self._top_tensors(documents[in_shard])
-            tensors |= self._image_tensors(documents[in_shard])
+            tensors |= self._image_tensors(documents[in_shard]) | self._column_tensors(documents[in_shard])
             images += tensors["image_ends"].size - 1 if "image_ends" in tensors else 0
             path = folder / f"{name}-{first + len(shards):05d}.safetensors"
             save_file(tensors, path)
@@ -220,6 +225,20 @@ class DocumentBuffer:
             "images": np.concatenate(found),
             "image_ends": np.concatenate([[0], np.cumsum([image.size for image in found])]).astype(np.int64),
             "document_images": np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        }
+
+    def _column_tensors(self, documents: Ints) -> dict[str, npt.NDArray[np.generic]]:
+        """The tensors of a shard for the columns of its documents; {} without any."""
+        if not self._column_sizes:
+            return {}
+        self._columns.flush()
+        content = np.memmap(self._paths[-1], np.uint8, "r")
+        ends = np.concatenate([[0], np.cumsum(np.array(self._column_sizes, dtype=np.int64))])
+        found = [content[ends[document] : ends[document + 1]] for document in documents]
+        sizes = [columns.size for columns in found]
+        return {
+            "columns": np.concatenate(found),
+            "column_ends": np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
         }
 
     def _images_of(self, documents: Ints) -> list[npt.NDArray[np.uint8]]:

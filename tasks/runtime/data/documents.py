@@ -43,6 +43,7 @@ class Document:
     images: the bytes of the images that its text has tokens for, in order.
     tokens: in the place of segments, what they would be tokenized to.
     top_tokens: of a teacher, for each of its tokens or for each that carries loss.
+    columns: of a prompt, what rewards get of its row, as JSON.
     """
 
     segments: tuple[Segment, ...]
@@ -53,3 +54,4 @@ class Document:
     images: tuple[bytes, ...] = ()
     tokens: Tokens | None = None
     top_tokens: TopTokens | None = None
+    columns: bytes | None = None

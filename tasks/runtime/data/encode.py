@@ -47,7 +47,8 @@ class Encoded:
     The first token is never a target, because no token precedes it. `completion_span` is the range of the last segment
     that the model generates. `complete`: all of the document was tokenized, not only what shows that it is too long.
     `score`: that of the document. `images`: the bytes of its images in order; `images_end`: the place after the last
-    token that stands for one. `top_tokens`: of a teacher, for each target.
+    token that stands for one. `top_tokens`: of a teacher, for each target. `columns`: those of the
+    document.
     """
 
     ids: Ids
@@ -58,6 +59,7 @@ class Encoded:
     images: tuple[bytes, ...] = ()
     images_end: int = 0
     top_tokens: TopTokens | None = None
+    columns: bytes | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -178,7 +180,9 @@ class Encoder:
             learned[:1] = False
         if not document.images:
             top_tokens = _of_targets(document.top_tokens, learned)
-            return Encoded(ids, learned, completion_span, score=document.score, top_tokens=top_tokens)
+            return Encoded(
+                ids, learned, completion_span, score=document.score, top_tokens=top_tokens, columns=document.columns
+            )
         stands = np.isin(ids, list(self._image_ids()))
         end = int(np.flatnonzero(stands)[-1]) + 1 if stands.any() else 0
         return Encoded(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from strata_platform.spec import DataRecipe
+from tasks.runtime.data.columns import PROMPTS
 from tasks.runtime.data.document_buffer import DocumentBuffer
 from tasks.runtime.data.documents import Document
 from tasks.runtime.data.encode import Encoded, Encoder, join, split_long, truncate
@@ -70,6 +71,9 @@ class Counts:
         return " + ".join(parts) + (f"; of those used, {shown}" if shown else "")
 
 
+_Fit = Callable[[DataRecipe, list[Encoded], str, Counts], list[Encoded]]
+
+
 def numbered(rows: Iterable[Row], limit: int | None) -> Iterator[tuple[int, Row]]:
     """Rows of the first `limit` samples with the sample's number; the rows of a long document share one."""
     number = -1
@@ -99,7 +103,8 @@ def encode_rows(
     counts = Counts()
     reported = time.monotonic()
     fit_part = _LongDocument(recipe.data.sequence_length, counts).fit
-    fit = _fit_pair if row_format.paired else partial(_fit_sample, splits=encoder.longest is None)
+    fits: dict[bool, _Fit] = {True: _fit_pair, False: partial(_fit_sample, splits=encoder.longest is None)}
+    fit = _fit_prompt if row_format.name in PROMPTS else fits[row_format.paired]
     for batch in _batches(recipe, rows, row_format, counts):
         for number, row, encoded in _encode(recipe, batch, encoder, counts):
             if row.begins and row.ends:
@@ -237,6 +242,17 @@ def _fit_pair(recipe: DataRecipe, documents: list[Encoded], where: str, counts: 
         counts.skipped["no_target"] += 1
         return []
     counts.truncated += longest > length
+    return documents
+
+
+def _fit_prompt(recipe: DataRecipe, documents: list[Encoded], where: str, counts: Counts) -> list[Encoded]:
+    """The prompt of one sample; empty when it is skipped. Its last token is marked: an answer follows it."""
+    for document in documents:
+        if len(document) > recipe.data.sequence_length:
+            _skip_overlong(recipe, where, document, counts)
+            return []
+        document.targets[-1:] = True
+    counts.skipped["no_target"] += not documents
     return documents
 
 

@@ -10,6 +10,8 @@
 | `preference`        | prompt, chosen,      | the answer, in two documents:  |
 |                     | rejected             | chosen, then rejected          |
 | `preference_chat`   | the same, as chats   | the last turn, likewise        |
+| `prompt`            | prompt               | nothing: answers come later    |
+| `prompt_chat`       | the same, as a chat  | likewise                       |
 
 `columns.SHAPES` has the names of their columns. A prompt and a completion that are lists of messages are a `chat`, too.
 
@@ -20,6 +22,7 @@ the first message of a chat.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -33,6 +36,7 @@ from tasks.runtime.data.chat import ChatTemplate, Rendered, resolve_template, te
 from tasks.runtime.data.columns import (
     CHATS,
     PREFERENCES,
+    PROMPTS,
     Shape,
     Unread,
     columns_of,
@@ -156,12 +160,13 @@ def _as_chat(shape: Shape, rows: list[Row]) -> Shape:
 
     Raises ValueError when answers are texts and have no prompt.
     """
-    if shape.format not in ("prompt_completion", *PREFERENCES):
+    if shape.format not in ("prompt_completion", "prompt", *PREFERENCES):
         return shape
     column = shape.columns[-2] if shape.format in PREFERENCES else shape.columns[-1]
     values = [row.values[column] for row in rows if isinstance(row.values, dict) and row.values.get(column) is not None]
     if values and (isinstance(values[0], list | dict) or (shape.format in PREFERENCES and is_transcript(values[0]))):
-        return shape._replace(format="chat" if shape.format == "prompt_completion" else "preference_chat")
+        chats = {"prompt_completion": "chat", "prompt": "prompt_chat"}
+        return shape._replace(format=chats.get(shape.format, "preference_chat"))
     if shape.format in PREFERENCES and len(shape.columns) == 2:
         raise ValueError(
             f"the answers in column {column!r} are texts, but there is no column with their prompt; set "
@@ -245,9 +250,11 @@ def _builder(
         return lambda row: _own(own_segments(row, data), row, special)
     if name in CHATS:
         assert images is not None
-        render = _renderer(tokenizer, data, special, images)
-        build = _chat_preference if name == "preference_chat" else build_chat
+        render = _renderer(tokenizer, data, special, images, prompts=name in PROMPTS)
+        build = {"preference_chat": _chat_preference, "prompt_chat": _prompt_chat}.get(name, build_chat)
         return lambda row: build(chats_of(name, columns, row, data), row, render)
+    if name == "prompt":
+        return lambda row: _prompt(row, columns[0], special)
     if name == "preference":
         return lambda row: _preference(row, columns, special)
     if name == "tokens":
@@ -265,7 +272,10 @@ def _are_rendered(columns: tuple[str, ...], first: Sequence[Row], special: Speci
     return len(texts) > 1 and all(any(isinstance(t, str) and special.in_text(t) for t in row) for row in texts)
 
 
-def _renderer(tokenizer: PreTrainedTokenizerBase, data: Data, special: SpecialTokens, images: RowImages) -> Render:
+def _renderer(
+    tokenizer: PreTrainedTokenizerBase, data: Data, special: SpecialTokens, images: RowImages, *, prompts: bool = False
+) -> Render:
+    """What renders chats; with `prompts`, to the text that an answer follows."""
     plain, with_tools = (
         ChatTemplate(
             resolve_template(data.chat_template, tokenizer, tools=tools),
@@ -283,7 +293,10 @@ def _renderer(tokenizer: PreTrainedTokenizerBase, data: Data, special: SpecialTo
             images.processor(row)
         texts, tools, hidden = special.hide_in_chat(without_images(messages), tools, row.where)
         template = with_tools if tools else plain
-        rendered = template.render(texts, row.where, tools, data.train_on or "completions")
+        if prompts:
+            rendered = [template.render_prompt(texts, row.where, tools)]
+        else:
+            rendered = template.render(texts, row.where, tools, data.train_on or "completions")
         return images.draw([_segments(document, hidden, special) for document in rendered], found, row)
 
     return render
@@ -302,6 +315,8 @@ def chats_of(name: str, columns: tuple[str, ...], row: Row, data: Data) -> list[
         turn = {"role": "assistant", "content": row.text(answer)}
         # Without an answer there is nothing to learn.
         chats = [[*question_messages(row, question, data), turn]] if row.text(answer).strip() else []
+    elif name == "prompt_chat" and isinstance(row.value(columns[0]), str) and not is_transcript(row.value(columns[0])):
+        chats = [question_messages(row, columns[0], data)] if row.text(columns[0]).strip() else []
     elif len(columns) == 2:
         chats = [_continued(row, columns, data)]
     else:
@@ -353,6 +368,35 @@ def _prompt_completion(row: Row, columns: tuple[str, ...], special: SpecialToken
     prompt, completion = (row.text(column) for column in columns)
     control = special.is_control(row.where, prompt, completion)
     return [_prompt_completion_document(prompt, completion, control)] if completion.strip() else []
+
+
+def _prompt(row: Row, column: str, special: SpecialTokens) -> list[Document]:
+    text = row.text(column)
+    if not text.strip():
+        return []
+    segments = (Segment(text, False, special.is_control(row.where, text)),)
+    # The answer follows, not the end.
+    return [Document(segments, has_special_tokens=False, ends=False, columns=_as_json(row, text))]
+
+
+def _prompt_chat(chats: list[Messages], row: Row, render: Render) -> list[Document]:
+    if not chats:
+        return []
+    [chat] = chats
+    [drawn] = render(chat, row)
+    if drawn.images:
+        raise ValueError(f"{row.where}: the prompt has images, which objective.type 'grpo' does not read")
+    return [Document(tuple(drawn.segments), has_special_tokens=True, columns=_as_json(row, chat))]
+
+
+def _as_json(row: Row, prompt: str | Messages) -> bytes:
+    """What rewards get of a row: where it is, its prompt, and its columns. Raises RowError."""
+    known = {"where": row.where, "prompt": prompt, "columns": row.fields()}
+    try:
+        # Dates and the like of columnar files as texts.
+        return json.dumps(known, ensure_ascii=False, default=str).encode()
+    except ValueError as error:
+        raise RowError(f"{row.where}: its columns cannot be kept for rewards: {error}") from error
 
 
 def _templated(row: Row, template: PromptTemplate, special: SpecialTokens) -> list[Document]:

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from strata_platform.spec import RunSpec
+from strata_platform.spec.objectives import Grpo
 from tasks.runtime.data.context_shards import shard_collate
 from tasks.runtime.data.dataset import Batch, PreparedData, Row
 from tasks.runtime.data.mixture import RowOrder
+from tasks.runtime.data.prompts import AnswerRows, Numbers
 from tasks.runtime.data.row_order import row_order
 from tasks.runtime.process.cpus import available_cpus
 from tasks.runtime.process.ranks import Processes
@@ -51,7 +53,10 @@ def spans_read(done: int, rows: int, data_skips: Sequence[DataSkip] = ()) -> lis
 
 
 class MicroBatchSampler(Sampler[list[int]]):
-    """Batch sampler of this rank's micro-batches from step `start` + 1 to step `stop`."""
+    """Batch sampler of this rank's micro-batches from step `start` + 1 to step `stop`.
+
+    steps_of_rows: steps, one after the other, that read the same rows.
+    """
 
     def __init__(
         self,
@@ -62,8 +67,9 @@ class MicroBatchSampler(Sampler[list[int]]):
         start: int,
         stop: int,
         data_skips: Sequence[DataSkip] = (),
+        steps_of_rows: int = 1,
     ) -> None:
-        self._order = order
+        self._order, self._steps_of_rows = order, steps_of_rows
         self._size, self._per_step = spec.training.micro_batch_size, spec.training.gradient_accumulation_steps
         self._processes, self._start, self._stop, self._data_skips = processes, start, stop, data_skips
 
@@ -72,7 +78,7 @@ class MicroBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         for done in range(self._start, self._stop):
-            first = data_step(done, self._data_skips) * self._per_step
+            first = data_step(done, self._data_skips) // self._steps_of_rows * self._per_step
             for number in range(first, first + self._per_step):
                 begin = (number * self._processes.dp_size + self._processes.dp_rank) * self._size
                 yield [self._order[position] for position in range(begin, begin + self._size)]
@@ -116,9 +122,18 @@ def training_loader(
         pictured = data.manifest.has_images and processes.device.type == "cuda"
         workers = min(_MAX_WORKERS, available_cpus() // spec.topology.nproc_per_node - 1) if pictured else 0
     order = row_order(data.manifest, rows, spec.data, spec.seed)
+    dataset: Dataset[Row] = rows
+    steps_of_rows = 1
+    if isinstance(spec.objective, Grpo):
+        # Several rows of a step are one prompt.
+        dataset, order = AnswerRows(rows, order, spec.objective.group_size), Numbers()
+        steps_of_rows = spec.objective.num_iterations
+    sampler = MicroBatchSampler(
+        spec, processes, order, start=start, stop=stop, data_skips=data_skips, steps_of_rows=steps_of_rows
+    )
     return TimedDataLoader(
-        rows,
-        batch_sampler=MicroBatchSampler(spec, processes, order, start=start, stop=stop, data_skips=data_skips),
+        dataset,
+        batch_sampler=sampler,
         collate_fn=shard_collate(collate, processes),
         pin_memory=torch.cuda.is_available(),
         # DataLoader draws a seed at each iteration. With the default generator, which dropout uses, a resumed run would

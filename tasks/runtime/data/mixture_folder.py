@@ -19,7 +19,7 @@ from pathlib import Path
 from strata_platform.file_io import write_atomic
 from strata_platform.spec import DataRecipe
 from tasks.runtime.data.atomic_folder import require_replaceable
-from tasks.runtime.data.columns import CHATS, PREFERENCES
+from tasks.runtime.data.columns import CHATS, PREFERENCES, PROMPTS
 from tasks.runtime.data.dataset import SAMPLES, TOKENIZER, PreparedData
 from tasks.runtime.data.image_processor import copy_processor
 from tasks.runtime.data.own_format import is_own_chat
@@ -117,8 +117,9 @@ def _link_or_copy(source: Path, target: Path) -> None:
 def merged(recipe: DataRecipe, sources: Sequence[Manifest], moved: Sequence[Manifest]) -> Manifest:
     """The manifest of a mixture. sources: those of its sources; moved: the same, as of its folder."""
     formats = {source.format for source in sources}
-    if formats <= set(PREFERENCES):
-        formats = {PREFERENCES[0]}
+    for alike in (PREFERENCES, PROMPTS):
+        if formats <= {*alike}:
+            formats = {alike[0]}
     return replace(
         moved[0],
         recipe=recipe.model_dump(mode="json"),

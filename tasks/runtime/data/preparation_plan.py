@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec import DataRecipe
 from strata_platform.spec.data import Data
-from tasks.runtime.data.columns import Unread, columns_of, keys_in, optional_columns
+from tasks.runtime.data.columns import PROMPTS, Unread, columns_of, keys_in, optional_columns
 from tasks.runtime.data.encode_rows import Report, raise_unless_skipping
 from tasks.runtime.data.formats import Format, choose_format, make_format, raw_text
 from tasks.runtime.data.image_processor import processor_of
@@ -188,7 +188,8 @@ def _report_unread(recipe: DataRecipe, unread: Unread, name: str, first: list[Ro
         warnings.warn(f"data.{field} has no effect: the data's format is {name}", stacklevel=5)
     for row in first:
         unread.require_harmless(row)
-    if left := [column for column in columns_of(first) if column not in unread.read]:
+    # Rewards may read any column of a prompt.
+    if name not in PROMPTS and (left := [column for column in columns_of(first) if column not in unread.read]):
         report(f"columns not used: {', '.join(map(repr, left))}")
     # It names keys of messages, too.
     known = keys_in([row.values for row in first])

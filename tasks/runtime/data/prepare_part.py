@@ -11,6 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec import DataRecipe
+from tasks.runtime.data.columns import PROMPTS
 from tasks.runtime.data.document_buffer import SHARD_TOKENS, DocumentBuffer
 from tasks.runtime.data.encode import Encoded, Encoder
 from tasks.runtime.data.encode_rows import Report, encode_rows, numbered
@@ -122,9 +123,13 @@ class PartPreparer:
             _count_texts(record, samples, lengths, continued=self._continues("texts", samples))
         # The first document of each validation sample, or any end of a text.
         shown = np.flatnonzero(in_validation & (ends | (np.diff(samples, prepend=-1) != 0)))
+        generates = self._format.name in PROMPTS
         for document in shown[: MAX_GENERATION_SAMPLES - len(record.samples)]:
             found = buffer.document(int(document))
-            sample = _generation_sample(found, self._tokenizer, self.encoder.prefix_ids, self._format.image_ids())
+            if generates:
+                sample: Sample | None = Sample(self._tokenizer.decode(found.ids.tolist()), "", found.ids.tolist())
+            else:
+                sample = _generation_sample(found, self._tokenizer, self.encoder.prefix_ids, self._format.image_ids())
             record.samples += [sample] if sample else []
         buffer.clear()
 

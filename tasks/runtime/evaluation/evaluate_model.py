@@ -123,7 +123,7 @@ def _measure(
     score_positions(model)
     patched = patch(model, spec.kernels)
     log.info("kernels in evaluation: %s", patched.summary() if patched else "off")
-    objective = build_validation_objective(spec, fused=has_fused_loss(patched))
+    objective = build_validation_objective(spec, fused=has_fused_loss(patched), data=data)
     if weights is None:
         data = objective.prepare_validation(model, data, spec)
     with without_router_loss(model):

@@ -7,6 +7,7 @@ as running them.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from transformers.cache_utils import DynamicLayer
 from tasks.runtime.models.packing_support import SUPPORTS_PACKING
 from tasks.runtime.models.recurrent_layers import recurrent_layers
 from tasks.runtime.models.varlen_attention import unsupported_reason
+
+log = logging.getLogger(__name__)
 
 _NAME = "strata_decode"
 # Cached positions that a CUDA graph attends to: a multiple of this.
@@ -142,13 +145,24 @@ class StaticDecoder:
             # What the first call compiles or allocates for good has no place in a graph.
             self._graphs[key] = None
             return body()
-        graph = self._graphs[key]
+        graph = self._graphs[key] or self._captured(body)
         if graph is None:
-            graph = self._graphs[key] = torch.cuda.CUDAGraph()
+            return body()
+        self._graphs[key] = graph
+        graph.replay()
+
+    def _captured(self, body: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+        """A graph of `body`; None, with a warning, if it cannot be captured. Then no other is tried."""
+        graph = torch.cuda.CUDAGraph()
+        try:
             # Threads that save a checkpoint may call CUDA meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 body()
-        graph.replay()
+        except RuntimeError as error:
+            self._pool = None
+            log.warning("generation: no CUDA graph of a token's pass, so that it is slower: %s", error)
+            return None
+        return graph
 
     def keep(self, rows: Tensor) -> None:
         """As `Decoder.keep`."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec import objectives as settings
+from tasks.runtime.data import PreparedData
 from tasks.runtime.models.build import has_router_loss
 from tasks.runtime.objectives.cpo import Cpo
 from tasks.runtime.objectives.custom import Custom, require_objective
 from tasks.runtime.objectives.distill import Distill
 from tasks.runtime.objectives.dpo import Dpo
+from tasks.runtime.objectives.grpo import Grpo
+from tasks.runtime.objectives.grpo_validation import GrpoValidation
 from tasks.runtime.objectives.kto import Kto
 from tasks.runtime.objectives.next_token import NextToken
 from tasks.runtime.objectives.objective import MicroBatchLoss, Objective, ObjectiveContext, target_tokens
@@ -47,13 +50,19 @@ def build_objective(spec: RunSpec, *, fused: bool) -> Objective:
             return Reward(spec.objective)
         case settings.Distill():
             return Distill(spec, fused=fused)
+        case settings.Grpo():
+            return Grpo(spec, fused=fused)
         case settings.Custom():
             return Custom(spec.objective, fused=fused)
     return NextToken(fused=fused, routed=has_router_loss(spec.model))
 
 
-def build_validation_objective(spec: RunSpec, *, fused: bool) -> Objective:
-    """The objective that measures the trained model. A distilled model is measured without its teacher."""
+def build_validation_objective(spec: RunSpec, *, fused: bool, data: PreparedData | None = None) -> Objective:
+    """The objective that measures the trained model. A distilled model is measured without its teacher, one that learns
+    from rewards by those of its answers to the prompts of `data`.
+    """
+    if spec.objective.type == "grpo":
+        return GrpoValidation(spec, data)
     if spec.objective.type == "distill":
         return NextToken(fused=fused, routed=has_router_loss(spec.model))
     return build_objective(spec, fused=fused)

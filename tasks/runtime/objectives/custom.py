@@ -91,6 +91,10 @@ class Custom:
         """The columns of a row."""
         return dict.fromkeys(("input_ids", "labels", "position_ids"), tokens)
 
+    def step_batches(self, model: nn.Module, batches: list[Batch], processes: Processes) -> list[Batch]:
+        """Return the micro-batches unchanged."""
+        return batches
+
     def count(self, batch: Batch) -> Tensor:
         """The number of items."""
         if isinstance(self._objective, TokenObjective):

@@ -78,6 +78,10 @@ class Kto:
         row |= {} if self._disables_adapter else {"reference": tokens.float()}
         return row | {f"{MISMATCHED}{name}": tensor for name, tensor in row.items()}
 
+    def step_batches(self, model: nn.Module, batches: list[Batch], processes: Processes) -> list[Batch]:
+        """Return the micro-batches unchanged."""
+        return batches
+
     def count(self, batch: Batch) -> Tensor:
         """The number of answers."""
         return count_answers(batch, 1) + count_answers(batch, -1)

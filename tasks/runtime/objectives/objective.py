@@ -72,6 +72,11 @@ class Objective(Protocol):
     def example_row(self, tokens: Tensor) -> Batch:
         """A row with `tokens` [T], for planning kernels; its values have no meaning."""
 
+    def step_batches(self, model: nn.Module, batches: list[Batch], processes: Processes) -> list[Batch]:
+        """Called first in each step with its micro-batches, on the host. Returns those to learn from, as many: the same
+        ones, or with what the model generates for them. A collective. Evaluation does not call it.
+        """
+
     def count(self, batch: Batch) -> Tensor:
         """Number of items in a micro-batch: an integer scalar on the batch's device."""
 

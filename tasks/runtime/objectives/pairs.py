@@ -73,6 +73,10 @@ class PairObjective:
         """A row with `sides`, which tells the answers of a pair apart."""
         return dict.fromkeys(("input_ids", "labels", "position_ids", "sides"), tokens)
 
+    def step_batches(self, model: nn.Module, batches: list[Batch], processes: Processes) -> list[Batch]:
+        """Return the micro-batches unchanged."""
+        return batches
+
     def count(self, batch: Batch) -> Tensor:
         """The number of pairs."""
         return count_answers(batch, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from strata_platform.spec import RunSpec
 from strata_platform.spec.run_spec import Checkpoint
 from tasks.runtime import checkpoint
 from tasks.runtime.data import PreparedData
-from tasks.runtime.data.loader import spans_read
+from tasks.runtime.data.loader import DataSkip, spans_read
 from tasks.runtime.data.mixture import source_shares
 from tasks.runtime.metrics.progress import report_progress
 from tasks.runtime.metrics.recorder import throughput, utilization
@@ -87,7 +89,7 @@ def write_record(
         device=device_name(run.processes),
         world_size=run.processes.world_size,
         data=_counts(data),
-        sources=source_shares(data.manifest, run.spec.data.weights, spans_read(done, run.spec.rows_per_step, skips)),
+        sources=source_shares(data.manifest, run.spec.data.weights, _rows_read(run.spec, done, skips)),
         kernels=dict(step.patched.counts) if step.patched else {},
         float8=metadata.get(FLOAT8, {}),
         warmup=warmup.to_dict(),
@@ -171,3 +173,9 @@ def versions() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[optional] = version(optional)
     return found
+
+
+def _rows_read(spec: RunSpec, done: int, skips: Sequence[DataSkip]) -> list[tuple[int, int]]:
+    """Positions of the rows that the run has read after `done` steps, as (first, last + 1)."""
+    steps = spans_read(done, 1, skips)
+    return [(round(first / spec.steps_per_row), round(last / spec.steps_per_row)) for first, last in steps]

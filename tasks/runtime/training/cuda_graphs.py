@@ -109,6 +109,10 @@ class CudaGraphs:
         """As the objective."""
         return self._objective.metadata()
 
+    def step_batches(self, model: nn.Module, batches: list[Batch], processes: Processes) -> list[Batch]:
+        """As the objective."""
+        return self._objective.step_batches(model, batches, processes)
+
     def prepare_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
         """As the objective."""
         return self._objective.prepare_validation(model, data, spec)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -140,11 +140,13 @@ class Job:
         self.watchdog.expect(f"step {self.start + 1}", SLOW_FACTOR)
         self.set_random_states()
 
-    def count(self, batches: Sequence[Batch]) -> Tensor:
+    def count(self, batches: list[Batch]) -> Tensor:
         """Start a step and count the items that its loss averages over, on all ranks. A collective.
 
-        `batches`: the step's micro-batches on the host, as the loader yields them. Returns a scalar on the device.
+        `batches`: the step's micro-batches on the host, as the loader yields them; those that the objective makes of
+        them replace them. Returns a scalar on the device.
         """
+        batches[:] = self.objective.step_batches(self.model, batches, self.processes)
         counts = [torch.stack([self.objective.count(batch), target_tokens(batch)]) for batch in batches]
         for batch, (_, targets) in zip(batches, counts, strict=True):
             self._max_targets.append(row_bucket(int(targets), batch["input_ids"].numel()))

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from strata_platform.runs import Stage
 from strata_platform.spec import RunSpec
 from strata_platform.spec.model import Lora
+from strata_platform.spec.objectives import Grpo
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.state import dtypes_of, load_model, load_optimizer, load_random_states, set_dtypes
 from tasks.runtime.checkpoint.storage import Index
@@ -239,7 +240,7 @@ def build_job(
             unwrapped=model,
             wrapped=wrapped,
             strategy=strategy,
-            objective=build_validation_objective(run.spec, fused=has_fused_loss(step.patched)),
+            objective=build_validation_objective(run.spec, fused=has_fused_loss(step.patched), data=data),
             data=data,
             collate=collate,
             varlen=step.varlen,
@@ -351,7 +352,8 @@ def same_rank_layout(metadata: Mapping[str, Any], processes: Processes) -> bool:
 
 def total_steps(spec: RunSpec, rows: int | None) -> int:
     """Optimizer steps of the run; `training.epochs` is converted by the number of rows, if that is known."""
-    if rows is not None and rows < spec.training.micro_batch_size * spec.dp_size:
+    answers = spec.objective.group_size if isinstance(spec.objective, Grpo) else 1
+    if rows is not None and rows * answers < spec.training.micro_batch_size * spec.dp_size:
         raise ValueError(
             f"the data has {rows} rows, fewer than one batch: training.micro_batch_size "
             f"{spec.training.micro_batch_size} x {spec.dp_size} processes that read rows; "
@@ -361,7 +363,7 @@ def total_steps(spec: RunSpec, rows: int | None) -> int:
         assert spec.training.steps is not None
         return spec.training.steps
     assert rows is not None
-    return math.ceil(spec.epochs * rows / spec.rows_per_step)
+    return math.ceil(spec.epochs * rows * spec.steps_per_row)
 
 
 def _find_resume_point(run: Session, data: PreparedData, steps: int) -> tuple[Path | None, CompletionRecord | None]:
@@ -421,7 +423,7 @@ def _log_sources(run: Session, data: PreparedData, steps: int) -> None:
         for source in run.spec.data.sources:
             log.info("source %s: weight %s, rows are still being prepared", ", ".join(source.names), source.weight)
         return
-    for share in source_shares(data.manifest, run.spec.data.weights, [(0, steps * run.spec.rows_per_step)]):
+    for share in source_shares(data.manifest, run.spec.data.weights, [(0, round(steps / run.spec.steps_per_row))]):
         log.info("source %s", share)
 
 

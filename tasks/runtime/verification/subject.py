@@ -136,10 +136,14 @@ def make_subject(asked: RunSpec, folder: Path, *, layers: int) -> Subject:
     """Reduce the model to `layers` layers (0: all), and prepare a sample of the data.
 
     Raises:
-        ValueError: the model or the data cannot be read, or the model scores texts.
+        ValueError: the model or the data cannot be read, or the model scores texts, or generates what it learns from.
     """
     if asked.model.head == "score":
         raise ValueError("objective.type 'reward': the checks are for models that write texts; verify the base model")
+    if asked.objective.type == "grpo":
+        raise ValueError(
+            "objective.type 'grpo': the checks are for rows with answers; verify the model with objective.type 'sft'"
+        )
     spec = changed(asked, _PLAIN | {"output": str(folder)})
     training = {"tokens_per_step": None, "epochs": None, "steps": 3, "gradient_accumulation_steps": 1}
     # Noise differs from pass to pass, and a model with fewer layers lacks names that these fields may have.

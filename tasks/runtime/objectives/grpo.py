@@ -1,0 +1,243 @@
+"""`grpo`: answer prompts with the model, and make the answers likelier that rewards prefer to others of their group.
+
+The formulas of its losses are those of `strata_kernels.policy`. In each step, `step_batches` replaces the prompts by
+rows of prompt and answer. Means are over the answers, or their tokens, of the whole step.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from strata_kernels.policy import policy_losses, policy_weights, truncated_importance_weights
+from strata_kernels.preference import sequence_sums
+from strata_kernels.row_buckets import row_bucket
+from strata_platform.spec import RunSpec
+from strata_platform.spec.objectives import Grpo as Settings
+from tasks.runtime.data import PreparedData
+from tasks.runtime.data.dataset import Batch
+from tasks.runtime.data.prompts import prompts_of
+from tasks.runtime.generation import EmbeddedGenerator
+from tasks.runtime.models.build import build_model, has_fused_loss, move_to_device, patch
+from tasks.runtime.models.lora import base_fingerprint, without_adapter
+from tasks.runtime.models.varlen_attention import has_varlen_attention, set_varlen_attention
+from tasks.runtime.objectives.answer_log_probs import answer_log_probs, frozen_answer_log_probs
+from tasks.runtime.objectives.objective import MicroBatchLoss, ObjectiveContext, target_tokens
+from tasks.runtime.objectives.rollout import Rollout, Step, rows_of, sampling_of
+from tasks.runtime.process.ranks import Processes
+from tasks.runtime.rewards.scoring import Rewards
+
+log = logging.getLogger(__name__)
+
+UNIT = "per answer"
+
+
+class Grpo:
+    """A loss of policy optimization over groups of generated answers."""
+
+    unit = UNIT
+
+    def __init__(self, spec: RunSpec, *, fused: bool) -> None:
+        assert isinstance(spec.objective, Settings)
+        self._spec, self._settings, self._fused = spec, spec.objective, fused
+        self._temperature = spec.objective.generation.temperature
+        self._context: ObjectiveContext | None = None
+        self._rollout: Rollout | None = None
+        self._reference: PreTrainedModel | None = None
+        self._reference_fused = False
+        # The answers that steps learn from, and the numbers of those that the first of them asked for.
+        self._step: Step | None = None
+        self._asked: list[int] = []
+        self._batches: list[Batch] = []
+
+    def prepare(self, context: ObjectiveContext) -> PreparedData:
+        """Start the processes of rewards, and load the reference model where the run has one. Returns the data."""
+        self._context, settings = context, self._settings
+        with context.strategy.evaluation(context.model) as model:
+            assert isinstance(model, PreTrainedModel)
+            tokenizer, data = context.data.tokenizer(), context.data
+            generator = EmbeddedGenerator(
+                model,
+                tokenizer,
+                pad_token_id=data.manifest.pad_token_id,
+                seed=self._spec.seed,
+                batch_size=settings.generation.batch_size,
+            )
+            if settings.beta and self._spec.adapter.type == "none":
+                self._load_reference(context, varlen=has_varlen_attention(model))
+            self._rollout = Rollout(
+                settings,
+                generator,
+                sampling_of(settings, data, model),
+                Rewards(settings.rewards, context.processes.device),
+                tokenizer,
+            )
+        return context.data
+
+    def metadata(self) -> dict[str, Any]:
+        """Empty: answers are a function of the weights, the seed and the step."""
+        return {}
+
+    def prepare_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
+        """Return the data unchanged."""
+        return data
+
+    def example_row(self, tokens: Tensor) -> Batch:
+        """The columns of a row with prompt and answer. Loads the reference on the meta device."""
+        row = dict.fromkeys(("input_ids", "labels", "position_ids", "sequence", "counted"), tokens)
+        row |= dict.fromkeys(("advantage", "generated"), tokens.float())
+        return row | ({"old": tokens.float()} if self._settings.num_iterations > 1 else {})
+
+    def step_batches(self, model: nn.Module, batches: list[Batch], processes: Processes) -> list[Batch]:
+        """Answer the prompts of `batches`. Steps that read the same prompts learn from the same answers. A
+        collective.
+        """
+        assert self._rollout is not None and self._context is not None
+        prompts = [prompt for batch in batches for prompt in prompts_of(batch)]
+        asked = [prompt.answer or 0 for prompt in prompts if prompt is not None]
+        if asked != self._asked:
+            self._step = self._rollout.run([prompt for prompt in prompts if prompt is not None], processes)
+            self._asked = asked
+            size = self._spec.training.micro_batch_size
+            self._batches = [
+                self._context.collate(rows_of(self._step, first, size)) for first in range(0, len(asked), size)
+            ]
+            if self._settings.num_iterations > 1:
+                self._batches = [self._with_old(model, batch, processes) for batch in self._batches]
+            if processes.is_main:
+                self._tell(self._step, min(asked))
+        return [dict(batch) for batch in self._batches]
+
+    def count(self, batch: Batch) -> Tensor:
+        """The number of answers."""
+        return (batch["counted"] != 0).sum()
+
+    def before_step(
+        self, model: nn.Module, batches: Iterable[Batch], processes: Processes, max_targets: int | None = None
+    ) -> None:
+        """Do nothing: `step_batches` has found the totals."""
+
+    def micro_batch_loss(
+        self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None
+    ) -> MicroBatchLoss:
+        """The loss of the batch's answers, divided by the answers or the tokens of the whole step."""
+        settings, size = self._settings, self._spec.training.micro_batch_size
+        sequences = batch["sequence"].flatten() - 1
+        found = answer_log_probs(
+            model, batch, temperature=self._temperature, fused=self._fused, max_targets=max_targets
+        )
+        log_probs = found.log_probs.flatten()
+        generated = batch["generated"].flatten()
+        reference = self._reference_log_probs(model, batch, max_targets) if settings.beta else None
+        weights = None
+        if settings.importance_cap is not None:
+            weights = truncated_importance_weights(log_probs, generated, sequences, size, most=settings.importance_cap)
+        terms = policy_losses(
+            log_probs,
+            sequence_sums(batch["advantage"].flatten(), sequences, size),
+            sequences,
+            loss=settings.loss,
+            old_log_probs=batch["old"].flatten() if "old" in batch else None,
+            reference_log_probs=None if reference is None else reference.flatten(),
+            importance_weights=weights,
+            beta=settings.beta,
+            epsilon_low=settings.epsilon,
+            epsilon_high=settings.highest_ratio,
+            delta=settings.delta,
+        )
+        answers, tokens = self._totals(batch)
+        own = policy_weights(
+            sequences,
+            size,
+            loss=settings.loss,
+            total_sequences=answers,
+            total_tokens=tokens,
+            max_tokens=settings.generation.max_new_tokens,
+        )
+        # The mean over the tokens of the step.
+        answered = (sequences >= 0).float() / tokens
+        with torch.no_grad():
+            of_tokens = {
+                "entropy": found.entropy.flatten(),
+                "clipped": terms.clipped,
+                "generation_difference": (log_probs - generated).abs(),
+                **({"kl": terms.kl} if settings.beta else {}),
+            }
+            metrics = {name: (values * answered).sum() for name, values in of_tokens.items()}
+        return MicroBatchLoss((terms.loss * own).sum(), self._of_step(items.device) | metrics)
+
+    def _totals(self, batch: Batch) -> tuple[int, int]:
+        """Answers and tokens of the step; of a plan, those of the batch."""
+        if self._step is None:
+            return self._spec.training.micro_batch_size, batch["input_ids"].numel()
+        return max(self._step.answers, 1), max(self._step.tokens, 1)
+
+    def _of_step(self, device: torch.device) -> dict[str, Tensor]:
+        """This micro-batch's part of what is known of the step as a whole."""
+        if self._step is None:
+            return {}
+        parts = self._spec.training.gradient_accumulation_steps * self._spec.dp_size
+        values = torch.tensor([*self._step.metrics.values()], dtype=torch.float64) / parts
+        return dict(zip(self._step.metrics, values.to(device, non_blocking=True).unbind(), strict=True))
+
+    def _reference_log_probs(self, model: nn.Module, batch: Batch, max_targets: int | None) -> Tensor:
+        reference: nn.Module = model if self._reference is None else self._reference
+        with without_adapter(model) if self._reference is None else nullcontext():
+            return frozen_answer_log_probs(
+                reference,
+                batch,
+                temperature=self._temperature,
+                fused=self._fused if self._reference is None else self._reference_fused,
+                max_targets=max_targets,
+            )
+
+    def _with_old(self, model: nn.Module, batch: Batch, processes: Processes) -> Batch:
+        """The batch with the log-probabilities of the policy that has generated it."""
+        bound = row_bucket(int(target_tokens(batch)), batch["input_ids"].numel())
+        there = {name: tensor.to(processes.device, non_blocking=True) for name, tensor in batch.items()}
+        old = frozen_answer_log_probs(model, there, temperature=self._temperature, fused=self._fused, max_targets=bound)
+        return batch | {"old": old.cpu()}
+
+    def _load_reference(self, context: ObjectiveContext, *, varlen: bool) -> None:
+        """Load the initial model once more, frozen, on every rank.
+
+        Raises ValueError if it is another one than at the start of the run.
+        """
+        reference = build_model(self._spec.model, self._spec.seed)
+        if base_fingerprint(reference) != context.base:
+            raise ValueError(
+                f"objective.beta {self._settings.beta} needs the initial model as the reference, but model.name "
+                f"{self._spec.model.name!r} has other weights than at the start of the run; restore them, or choose "
+                "another name and train again"
+            )
+        reference.requires_grad_(False)
+        reference.eval()
+        self._reference_fused = has_fused_loss(patch(reference, self._spec.kernels))
+        if varlen:
+            set_varlen_attention(reference)
+        move_to_device(reference, context.processes.device)
+        self._reference = reference
+        log.info("reference: the initial model, %.1f M parameters, frozen", reference.num_parameters() / 1e6)
+
+    def _tell(self, step: Step, first: int) -> None:
+        """Append the answers to the first prompt of a step to `answers.jsonl` of the run's folder."""
+        spec = self._spec
+        number = first // spec.rows_per_step * self._settings.num_iterations + 1
+        path = answers_file(Path(spec.output), spec.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            for answer in step.told:
+                file.write(json.dumps({"step": number, **answer}, ensure_ascii=False) + "\n")
+
+
+def answers_file(output: Path, name: str) -> Path:
+    """The file with some answers of each step."""
+    return output.absolute() / name / "answers.jsonl"

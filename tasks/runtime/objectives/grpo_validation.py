@@ -1,0 +1,103 @@
+"""How a model that learns from rewards is measured: by the rewards of its answers to held-out prompts.
+
+The likeliest answer to each prompt is taken, at temperature 0. The loss is the mean reward, negated, so that lower is
+better as for every objective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from strata_platform.spec import RunSpec
+from strata_platform.spec.objectives import Grpo as Settings
+from tasks.runtime.data import PreparedData
+from tasks.runtime.data.dataset import IGNORE_INDEX, Batch
+from tasks.runtime.data.prompts import prompts_of
+from tasks.runtime.generation import EmbeddedGenerator, Request
+from tasks.runtime.objectives.objective import MicroBatchLoss, ObjectiveContext, target_tokens
+from tasks.runtime.objectives.rollout import answers_of, sampling_of, total_of
+from tasks.runtime.process.ranks import Processes
+from tasks.runtime.rewards.scoring import Rewards
+
+
+class GrpoValidation:
+    """The negated reward of greedy answers, averaged over prompts.
+
+    data: None for a plan, which generates nothing.
+    """
+
+    unit = "reward, negated"
+
+    def __init__(self, spec: RunSpec, data: PreparedData | None) -> None:
+        assert isinstance(spec.objective, Settings)
+        self._spec, self._settings, self._data = spec, spec.objective, data
+        self._rewards: Rewards | None = None
+
+    def prepare(self, context: ObjectiveContext) -> PreparedData:
+        """Return the data unchanged."""
+        return context.data
+
+    def metadata(self) -> dict[str, Any]:
+        """Empty."""
+        return {}
+
+    def prepare_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
+        """Return the data unchanged."""
+        return data
+
+    def example_row(self, tokens: Tensor) -> Batch:
+        """The columns of a prompt that models read."""
+        return dict.fromkeys(("input_ids", "labels", "position_ids"), tokens)
+
+    def step_batches(self, model: nn.Module, batches: list[Batch], processes: Processes) -> list[Batch]:
+        """Return the micro-batches unchanged."""
+        return batches
+
+    def count(self, batch: Batch) -> Tensor:
+        """The number of prompts."""
+        return target_tokens(batch) if batch["labels"].is_meta else (batch["labels"] != IGNORE_INDEX).any(-1).sum()
+
+    def before_step(
+        self, model: nn.Module, batches: Iterable[Batch], processes: Processes, max_targets: int | None = None
+    ) -> None:
+        """Do nothing."""
+
+    def micro_batch_loss(
+        self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None
+    ) -> MicroBatchLoss:
+        """The negated rewards of the answers, and what they are made of, divided by the items of the whole step."""
+        device = items.device
+        if batch["input_ids"].is_meta:
+            return MicroBatchLoss(torch.zeros((), device=device), {})
+        assert self._data is not None and isinstance(model, PreTrainedModel)
+        if self._rewards is None:
+            self._rewards = Rewards(self._settings.rewards, device)
+        host = {name: tensor.cpu() for name, tensor in batch.items()}
+        prompts = [prompt for prompt in prompts_of(host) if prompt is not None]
+        names = ("reward", *(f"reward/{term.title}" for term in self._settings.rewards), "answer_tokens", "finished")
+        sums = torch.zeros(len(names), dtype=torch.float64)
+        if prompts:
+            tokenizer = self._data.tokenizer()
+            generator = EmbeddedGenerator(
+                model,
+                tokenizer,
+                pad_token_id=self._data.manifest.pad_token_id,
+                seed=self._spec.seed,
+                # A few answers at a time: no graph would be replayed often enough.
+                static=False,
+            )
+            sampling = sampling_of(self._settings, self._data, model, temperature=0.0)
+            samples = generator.generate([Request(prompt.token_ids, 0) for prompt in prompts], sampling)
+            values = self._rewards.score(answers_of(prompts, samples, tokenizer))
+            for index, sample in enumerate(samples):
+                own = [value[index] for value in values]
+                total = total_of(self._rewards, self._settings, own, sample)
+                row = [total, *(value or 0.0 for value in own), sample.token_ids.numel(), sample.finished]
+                sums += torch.tensor(row, dtype=torch.float64)
+        means = (sums.to(device) / items).float()
+        return MicroBatchLoss(-means[0], dict(zip(names, means.unbind(), strict=True)))

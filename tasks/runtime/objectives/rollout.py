@@ -1,0 +1,224 @@
+"""From prompts to scored answers: what a step of `grpo` learns from.
+
+Each rank generates and scores the answers that its micro-batches ask for. Rewards are exchanged, so that a group may be
+spread over micro-batches and ranks, and all ranks know the totals of the step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from strata_kernels.policy import group_advantages
+from strata_platform.spec.objectives import Grpo as Settings
+from tasks.runtime.data import PreparedData
+from tasks.runtime.data.dataset import IGNORE_INDEX, Row
+from tasks.runtime.data.prompts import Prompt
+from tasks.runtime.generation import Generator, Request, Sample, Sampling
+from tasks.runtime.process.ranks import Processes
+from tasks.runtime.rewards.reward_function import Answers
+from tasks.runtime.rewards.scoring import Rewards
+
+
+@dataclass(frozen=True)
+class Step:
+    """The answers of a step.
+
+    prompts, samples: of this rank, in order of length, the longest first. advantages: of these, [n]; learned: whether
+    their tokens carry loss, [n], bool. answers, tokens: those that carry loss, on all ranks. metrics: means over all
+    answers of the step.
+    """
+
+    prompts: list[Prompt]
+    samples: list[Sample]
+    advantages: Tensor
+    learned: Tensor
+    answers: int
+    tokens: int
+    metrics: dict[str, float]
+    told: list[dict[str, Any]]
+    """This rank's answers to its first prompt, with their rewards, to be read."""
+
+
+def sampling_of(settings: Settings, data: PreparedData, model: PreTrainedModel, **changes: Any) -> Sampling:
+    """How answers are drawn. They end with the tokens of the data, or of the model's own generation."""
+    generation = settings.generation
+    own = getattr(model.generation_config, "eos_token_id", None)
+    ends = own if isinstance(own, list) else [] if own is None else [own]
+    values: dict[str, Any] = {
+        "max_new_tokens": generation.max_new_tokens,
+        "temperature": generation.temperature,
+        "top_k": generation.top_k,
+        "top_p": generation.top_p,
+        "stop_token_ids": tuple(sorted({*data.manifest.stop_token_ids, *ends})),
+        "stop_strings": generation.stop,
+    }
+    return Sampling(**values | changes)
+
+
+def answers_of(prompts: Sequence[Prompt], samples: Sequence[Sample], tokenizer: Any) -> Answers:
+    """The answers as rewards get them: as texts without special tokens."""
+    return Answers(
+        prompts=[prompt.known["prompt"] for prompt in prompts],
+        completions=[
+            tokenizer.decode(sample.token_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            for sample in samples
+        ],
+        token_ids=[sample.token_ids.tolist() for sample in samples],
+        columns=[prompt.known["columns"] for prompt in prompts],
+        where=[prompt.known["where"] for prompt in prompts],
+    )
+
+
+def total_of(rewards: Rewards, settings: Settings, values: Sequence[float | None], sample: Sample) -> float:
+    """The reward of an answer: one that was cut has none, unless `objective.overlong` says otherwise."""
+    if not sample.finished and settings.overlong == "unrewarded":
+        return 0.0
+    return rewards.total(values)
+
+
+class Rollout:
+    """Generates and scores the answers of steps."""
+
+    def __init__(
+        self, settings: Settings, generator: Generator, sampling: Sampling, rewards: Rewards, tokenizer: Any
+    ) -> None:
+        self._settings, self._generator, self._sampling = settings, generator, sampling
+        self._rewards, self._tokenizer = rewards, tokenizer
+        self._ended = time.monotonic()
+
+    def run(self, prompts: list[Prompt], processes: Processes) -> Step:
+        """Answer the prompts of this rank. A collective."""
+        started = time.monotonic()
+        requests = [Request(prompt.token_ids, prompt.answer or 0) for prompt in prompts]
+        samples = self._generator.generate(requests, self._sampling)
+        generated = time.monotonic()
+        answers = answers_of(prompts, samples, self._tokenizer)
+        values = self._rewards.score(answers)
+        ended = time.monotonic()
+        table = self._table(prompts, samples, values)
+        seconds = generated - started, ended - generated, ended - self._ended
+        self._ended = ended
+        of_all, longest = _gathered(table, torch.tensor(seconds, dtype=torch.float64), processes)
+        told = [
+            {
+                "prompt": answers.prompts[index],
+                "answer": answers.completions[index],
+                "finished": sample.finished,
+                "reward": float(table[index, 1]),
+                "rewards": {
+                    term.title: own[index] for term, own in zip(self._settings.rewards, values, strict=True)
+                },
+            }
+            for index, (prompt, sample) in enumerate(zip(prompts, samples, strict=True))
+            if prompt.token_ids == prompts[0].token_ids
+        ]  # fmt: skip
+        return self._step(prompts, samples, of_all, longest, told)
+
+    def _table(self, prompts: list[Prompt], samples: list[Sample], values: list[list[float | None]]) -> Tensor:
+        """[n, 4 + rewards], fp64: the answer's number, its reward, its tokens, whether it is finished, and values of
+        rewards, NaN where there is none.
+        """
+        rows = []
+        for index, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
+            own = [value[index] for value in values]
+            total = total_of(self._rewards, self._settings, own, sample)
+            known = [float("nan") if value is None else value for value in own]
+            rows.append([prompt.answer or 0, total, sample.token_ids.numel(), sample.finished, *known])
+        return torch.tensor(rows, dtype=torch.float64)
+
+    def _step(
+        self,
+        prompts: list[Prompt],
+        samples: list[Sample],
+        table: Tensor,
+        seconds: Tensor,
+        told: list[dict[str, Any]],
+    ) -> Step:
+        settings = self._settings
+        table = table[table[:, 0].argsort()]
+        numbers, rewards, lengths, finished = table[:, :4].unbind(1)
+        groups = rewards.view(-1, settings.group_size)
+        advantages = group_advantages(rewards, settings.group_size, scale=settings.scale_rewards)
+        signal = (groups != groups[:, :1]).any(1).repeat_interleave(settings.group_size)
+        kept = signal if settings.filter_groups else torch.ones_like(signal)
+        learned = kept & (finished.bool() | (settings.overlong != "mask"))
+        order = sorted(
+            range(len(prompts)),
+            key=lambda index: -len(prompts[index].token_ids) - samples[index].token_ids.numel(),
+        )  # fmt: skip
+        prompts, samples = [prompts[index] for index in order], [samples[index] for index in order]
+        places = {int(number): place for place, number in enumerate(numbers.tolist())}
+        mine = torch.tensor([places[prompt.answer or 0] for prompt in prompts])
+        values = table[:, 4:]
+        metrics = {
+            "reward": float(rewards.mean()),
+            "reward_std": float(groups.std(1).mean()),
+            **{
+                f"reward/{term.title}": float(column.nanmean().nan_to_num())
+                for term, column in zip(settings.rewards, values.unbind(1), strict=True)
+            },
+            "groups_with_signal": float(signal.double().mean()),
+            "answer_tokens": float(lengths.mean()),
+            "finished": float(finished.mean()),
+            "generated_tokens_per_second": float(lengths.sum() / seconds[0].clamp(min=1e-9)),
+            "generation_share": float(seconds[0] / seconds[2].clamp(min=1e-9)),
+            "reward_share": float(seconds[1] / seconds[2].clamp(min=1e-9)),
+        }
+        return Step(
+            prompts,
+            samples,
+            advantages[mine],
+            learned[mine],
+            answers=int(kept.sum()),
+            tokens=int(lengths[learned].sum()),
+            metrics=metrics,
+            told=told,
+        )
+
+
+def rows_of(step: Step, first: int, size: int) -> list[Row]:
+    """The rows of `size` answers from `first` on, with what the loss needs of each token at the position that predicts
+    it: `sequence`, the answer's place among them counted from 1, 0 for no answer; `advantage`, at its first token;
+    `generated`, the log-probability that generation computed. `counted` is 1 at the first token of each row.
+    """
+    rows = []
+    for place in range(size):
+        prompt, sample = step.prompts[first + place], step.samples[first + place]
+        answer = sample.token_ids
+        begin, length = len(prompt.token_ids), len(prompt.token_ids) + answer.numel()
+        ids = torch.cat([torch.tensor(prompt.token_ids), answer])
+        row = {
+            "input_ids": ids,
+            "labels": torch.full((length,), IGNORE_INDEX),
+            "position_ids": torch.arange(length),
+            "sequence": torch.zeros(length, dtype=torch.int64),
+            "advantage": torch.zeros(length),
+            "generated": torch.zeros(length),
+            "counted": torch.zeros(length, dtype=torch.int64),
+        }
+        row["counted"][0] = 1
+        if step.learned[first + place]:
+            row["labels"][begin:] = answer
+            row["sequence"][begin - 1 : length - 1] = place + 1
+            row["advantage"][begin - 1] = step.advantages[first + place]
+            row["generated"][begin - 1 : length - 1] = sample.log_probs
+        rows.append(row)
+    return rows
+
+
+def _gathered(table: Tensor, seconds: Tensor, processes: Processes) -> tuple[Tensor, Tensor]:
+    """The rows of all ranks, and the longest times."""
+    if processes.world_size == 1:
+        return table, seconds
+    parts = [torch.empty_like(table) for _ in range(processes.world_size)]
+    dist.all_gather(parts, table)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return torch.cat(parts), seconds

@@ -1,0 +1,73 @@
+"""A reward model as a reward: a model with one score, as `objective.type: reward` exports it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from strata_platform.spec.objectives import RewardTerm
+from tasks.runtime.rewards.reward_function import Answers
+
+# Answers in a forward pass.
+_ROWS = 8
+
+
+class RewardModel:
+    """Scores the text of prompt and answer. The model is frozen, and on the device of training.
+
+    Raises:
+        ValueError: the folder or Hub id holds no model with one score.
+    """
+
+    def __init__(self, term: RewardTerm, number: int, device: torch.device) -> None:
+        assert term.model is not None
+        require_reward_model(term, number)
+        self._tokenizer = AutoTokenizer.from_pretrained(term.model, trust_remote_code=False)
+        self._device = device
+        model: Any = AutoModelForSequenceClassification.from_pretrained(term.model, dtype="auto")
+        self._model = model.to(device).eval().requires_grad_(False)
+        if self._model.config.pad_token_id is None:
+            self._model.config.pad_token_id = self._tokenizer.pad_token_id or self._tokenizer.eos_token_id
+
+    @torch.no_grad()
+    def score(self, answers: Answers) -> list[float | None]:
+        """The score of each answer."""
+        rows = [self._ids(prompt, text) for prompt, text in zip(answers.prompts, answers.completions, strict=True)]
+        pad = self._model.config.pad_token_id
+        found: list[float | None] = [None] * len(rows)
+        order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
+        for first in range(0, len(order), _ROWS):
+            chosen = order[first : first + _ROWS]
+            longest = len(rows[chosen[0]])
+            ids = torch.tensor([rows[index] + [pad] * (longest - len(rows[index])) for index in chosen])
+            mask = torch.tensor([[1] * len(rows[index]) + [0] * (longest - len(rows[index])) for index in chosen])
+            scores = self._model(input_ids=ids.to(self._device), attention_mask=mask.to(self._device)).logits[:, 0]
+            for index, score in zip(chosen, scores.float().tolist(), strict=True):
+                found[index] = score
+        return found
+
+    def _ids(self, prompt: Any, text: str) -> list[int]:
+        if isinstance(prompt, str):
+            ids: list[int] = self._tokenizer(prompt + text)["input_ids"]
+            end = self._tokenizer.eos_token_id
+            # As the texts of training end.
+            return ids if ids[-1:] == [end] else [*ids, end]
+        chat = [*prompt, {"role": "assistant", "content": text}]
+        rendered = self._tokenizer.apply_chat_template(chat, tokenize=False)
+        return list(self._tokenizer(str(rendered).rstrip(), add_special_tokens=False)["input_ids"])
+
+
+def require_reward_model(term: RewardTerm, number: int) -> None:
+    """Raises ValueError if a term's model cannot be one. Reads no weights."""
+    field = f"objective.rewards[{number}].model {term.model!r}"
+    try:
+        config = AutoConfig.from_pretrained(term.model, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{field} cannot be read: {error}") from error
+    if config.num_labels != 1:
+        raise ValueError(
+            f"{field} has {config.num_labels} scores for a text; a reward model has one, such as objective.type "
+            "'reward' exports"
+        )

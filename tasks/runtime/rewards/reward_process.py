@@ -1,0 +1,123 @@
+"""The process of one reward function: a script that `RewardFunction` starts.
+
+Its argument is the number of a socket. Over it the process gets requests as JSON and answers each with JSON, too: the
+function is other people's code, and nothing that its process sends is unpickled.
+"""
+
+import ctypes
+import inspect
+import json
+import math
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+from multiprocessing.connection import Connection
+from typing import Any
+
+GIVEN = ("prompts", "completions", "completion_ids")
+"""What a function is called with beside columns."""
+_DIE_WITH_PARENT = 1
+
+
+def load(name: str) -> Callable[..., Any]:
+    """The function of that name: one that ships with Strata, or `module:function`."""
+    from tasks.runtime.rewards.functions import SHIPPED
+
+    if name in SHIPPED:
+        return SHIPPED[name]
+    module, _, attribute = name.partition(":")
+    found = getattr(import_module(module), attribute, None)
+    if found is None:
+        raise AttributeError(f"{module} has no {attribute!r}")
+    if not callable(found):
+        raise TypeError(f"{attribute!r} is no function")
+    return found  # type: ignore[no-any-return]
+
+
+def parameters(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """What the function takes by name beside `arguments`: `needed`, and whether it takes `all` columns."""
+    signature = inspect.signature(function)
+    kinds = inspect.Parameter
+    named = {name: each for name, each in signature.parameters.items() if each.kind in (
+        kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)}  # fmt: skip
+    takes_all = any(each.kind is kinds.VAR_KEYWORD for each in signature.parameters.values())
+    unknown = [name for name in arguments if name not in named]
+    if unknown and not takes_all:
+        raise TypeError(f"it takes no argument {unknown[0]!r}; it takes: {', '.join(named)}")
+    # An argument may name the column that it reads.
+    columns = [arguments.get(name, each.default) for name, each in named.items() if name == "column"]
+    needed = [name for name, each in named.items() if each.default is kinds.empty and name not in (*GIVEN, *arguments)]
+    needed += [column for column in columns if isinstance(column, str)]
+    return {"needed": needed, "all": takes_all, "names": list(named)}
+
+
+def call(function: Callable[..., Any], values: dict[str, Any], arguments: dict[str, Any], count: int) -> list[Any]:
+    """The rewards of `count` answers, each a finite number or None. Raises what the function raises."""
+    rewards = function(**values, **arguments)
+    try:
+        found = [None if each is None else float(each) for each in rewards]
+    except TypeError as error:
+        raise TypeError(f"it returned {type(rewards).__name__}, not a list of numbers: {error}") from error
+    if len(found) != count:
+        raise ValueError(f"it returned {len(found)} rewards for {count} answers")
+    bad = [each for each in found if each is not None and not math.isfinite(each)]
+    if bad:
+        raise ValueError(f"it returned {bad[0]}, which is no finite number")
+    return found
+
+
+def said(error: BaseException) -> str:
+    """An error in one line, with the line of code that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    at = f", in line {frames[-1].lineno} of {frames[-1].filename}" if frames else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{at}"
+
+
+def main() -> None:
+    """Answer requests until the other end is closed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    connection = Connection(int(sys.argv[1]))
+    function: Callable[..., Any] | None = None
+    arguments: dict[str, Any] = {}
+    takes: dict[str, Any] = {}
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        nonlocal function, arguments, takes
+        if "load" in request:
+            arguments = request["arguments"]
+            function = load(request["load"])
+            takes = parameters(function, arguments)
+            return takes
+        assert function is not None
+        count = request["count"]
+        given = request["values"]
+        values = {
+            name: given[name] for name in given if (takes["all"] or name in takes["names"]) and name not in arguments
+        }
+        try:
+            return {"rewards": call(function, values, arguments, count)}
+        except Exception as error:
+            for index in range(count if count > 1 else 0):
+                try:
+                    call(function, {name: [each[index]] for name, each in values.items()}, arguments, 1)
+                except Exception as alone:
+                    return {"outcome": "error", "row": index, "error": said(alone)}
+            return {"outcome": "error", "row": 0 if count == 1 else None, "error": said(error)}
+
+    while True:
+        try:
+            request = json.loads(connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            return
+        try:
+            reply = {"outcome": "done", **answer(request)}
+        except Exception as error:
+            reply = {"outcome": "error", "row": None, "error": said(error)}
+        connection.send_bytes(json.dumps(reply).encode())
+
+
+if __name__ == "__main__":
+    main()

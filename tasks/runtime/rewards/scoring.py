@@ -1,0 +1,70 @@
+"""All rewards of an objective together: their values for each answer, and the weighted sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from strata_platform.spec.objectives import RewardTerm
+from strata_platform.spec.run_spec import Objective
+from tasks.runtime.data import PreparedData
+from tasks.runtime.data.prompts import known_of
+from tasks.runtime.rewards.reward_function import Answers, RewardFunction
+from tasks.runtime.rewards.reward_model import RewardModel, require_reward_model
+
+
+class Rewards:
+    """The rewards of `objective.rewards`.
+
+    Raises:
+        ValueError: one of them cannot be made here.
+    """
+
+    def __init__(self, terms: Sequence[RewardTerm], device: torch.device) -> None:
+        self._terms = terms
+        self._made = [
+            RewardModel(term, number, device) if term.function is None else RewardFunction(term, number)
+            for number, term in enumerate(terms)
+        ]
+
+    def score(self, answers: Answers) -> list[list[float | None]]:
+        """The value that each reward gives to each answer, [rewards][answers]; None where it has none.
+
+        Raises ValueError, which names the reward and the row, if one of them fails.
+        """
+        functions = [reward for reward in self._made if isinstance(reward, RewardFunction)]
+        for reward in functions:
+            reward.begin(answers)
+        return [
+            reward.finish() if isinstance(reward, RewardFunction) else reward.score(answers) for reward in self._made
+        ]
+
+    def total(self, values: Sequence[float | None]) -> float:
+        """The weighted sum of an answer's values; a reward without a value counts 0."""
+        return sum(term.weight * (value or 0.0) for term, value in zip(self._terms, values, strict=True))
+
+
+def require_rewards(objective: Objective) -> None:
+    """Raises ValueError if a reward of the objective cannot be made here."""
+    if objective.type != "grpo":
+        return
+    for number, term in enumerate(objective.rewards):
+        if term.function is None:
+            require_reward_model(term, number)
+        else:
+            RewardFunction(term, number).close()
+
+
+def require_reward_columns(objective: Objective, data: PreparedData) -> None:
+    """Raises ValueError if the rows lack a column that a reward needs."""
+    if objective.type != "grpo":
+        return
+    columns = known_of(data.train[0])["columns"]
+    for number, term in enumerate(objective.rewards):
+        if term.function is not None:
+            function = RewardFunction(term, number)
+            try:
+                function.require_columns({*columns})
+            finally:
+                function.close()

@@ -1,0 +1,35 @@
+"""Reward functions of a user's, for tests."""
+
+import time
+
+
+def varied(completions, **columns):
+    """A number that differs between texts."""
+    return [(sum(map(ord, text)) % 7) / 7 + 0.05 * len(text) for text in completions]
+
+
+def rounded(completions, least=0, **columns):
+    """0 or 1, so that groups may have no signal."""
+    return [float(sum(map(ord, text)) % 3 >= least + 1) for text in completions]
+
+
+def needs_column(completions, wanted):
+    return [float(text == right) for text, right in zip(completions, wanted, strict=True)]
+
+
+def fails_for_b(prompts, completions, **columns):
+    if any(prompt.startswith("b") for prompt in prompts):
+        raise KeyError("no b")
+    return [1.0] * len(prompts)
+
+
+def returns_nan(completions, **columns):
+    return [float("nan")] * len(completions)
+
+
+def is_slow(completions, **columns):
+    time.sleep(60)
+
+
+def ends(completions, **columns):
+    raise SystemExit(3)

@@ -1,0 +1,77 @@
+"""The rewards that ship, on answers as models write them."""
+
+import json
+
+import pytest
+
+from tasks.runtime.rewards.functions import SHIPPED, exact_match, json_schema, last_number, numeric, regex, unit_tests
+
+
+def message(text):
+    return [{"role": "assistant", "content": text}]
+
+
+def test_exact_match_ignores_white_space_around_an_answer():
+    answers = [" Paris\n", "paris", "Paris.", message("Paris"), "x"]
+    right = ["Paris", "Paris", "Paris", "Paris", None]
+    assert exact_match(answers, answer=right) == [1.0, 0.0, 0.0, 1.0, None]
+    assert exact_match(answers[:2], column="city", ignore_case=True, city=right[:2]) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("so it is 12.", 12.0),
+        ("#### 1,234", 1234.0),
+        (r"\boxed{-0.5}", -0.5),
+        ("3 and .25", 0.25),
+        ("2e3", 2000.0),
+        ("1,2", 12.0),
+        ("none", None),
+        ("9" * 400, None),
+    ],
+)
+def test_the_last_number_of_a_text(text, number):
+    assert last_number(text) == number
+
+
+def test_numeric_compares_last_numbers():
+    answers = ["2 + 2 = 4", "5", "no idea", message("It is 1,000.0"), "7"]
+    right = [4, "4", 4, "He has 10. #### 1000", "not known"]
+    assert numeric(answers, answer=right) == [1.0, 0.0, 0.0, 1.0, None]
+    assert numeric(["3.14"], tolerance=0.01, answer=["3.1416"]) == [1.0]
+
+
+def test_regex_takes_one_pattern_or_that_of_the_row():
+    assert regex(["<a>\nx</a>", "x"], pattern="<a>.*</a>") == [1.0, 0.0]
+    assert regex(["ab", "ab", "ab"], column="form", full=True, form=["a.", "a", None]) == [1.0, 0.0, None]
+    with pytest.raises(ValueError, match="a pattern, or the column"):
+        regex(["a"])
+
+
+def test_json_schema_reads_a_fenced_block():
+    pytest.importorskip("jsonschema")
+    schema = {"type": "object", "required": ["n"], "properties": {"n": {"type": "integer"}}}
+    answers = ['{"n": 1}', 'Here:\n```json\n{"n": 2}\n```', '{"n": "1"}', "{n: 1}", "[" * 10**5]
+    assert json_schema(answers, schema=schema) == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert json_schema(answers[:2], column="form", form=[json.dumps(schema), None]) == [1.0, None]
+
+
+def test_unit_tests_run_the_last_block():
+    tests = "assert double(2) == 4"
+    answers = [
+        "First\n```python\nx = 1\n```\nthen\n```python\ndef double(n):\n    return 2 * n\n```",
+        "def double(n):\n    return n",
+        "def double(n:",
+        message("double = lambda n: n + n"),
+    ]
+    assert unit_tests(answers, tests=[tests] * 4) == [1.0, 0.0, 0.0, 1.0]
+    assert unit_tests(["x"], tests=[None]) == [None]
+
+
+def test_each_is_known_to_the_spec():
+    from typing import get_args
+
+    from strata_platform.spec.objectives import RewardName
+
+    assert {*get_args(RewardName)} == {*SHIPPED}

@@ -1,0 +1,94 @@
+"""Functions of a user's in processes of their own: what they get, and what is said of those that fail."""
+
+import pytest
+
+from strata_platform.spec.objectives import RewardTerm
+from tasks.runtime.rewards.reward_function import Answers, RewardFunction
+
+OWN = "tests.runtime.helpers.own_rewards:"
+ANSWERS = Answers(
+    prompts=["a b", "b c", "c d"],
+    completions=["one", "two", "three"],
+    token_ids=[[1], [2], [3, 4]],
+    columns=[
+        {"prompt": "a b", "wanted": "one"},
+        {"prompt": "b c", "wanted": "x"},
+        {"prompt": "c d", "wanted": "three"},
+    ],
+    where=[f"rows.jsonl:{line}" for line in (1, 2, 3)],
+)
+
+
+def function(name, **fields):
+    return RewardFunction(RewardTerm(function=OWN + name if ":" not in name and name.islower() else name, **fields), 0)
+
+
+def score(name, answers=ANSWERS, **fields):
+    made = function(name, **fields)
+    try:
+        made.begin(answers)
+        return made.finish()
+    finally:
+        made.close()
+
+
+def test_a_function_gets_the_columns_that_it_takes():
+    assert score("needs_column") == [1.0, 0.0, 1.0]
+    assert score("varied") == [(sum(map(ord, text)) % 7) / 7 + 0.05 * len(text) for text in ANSWERS.completions]
+    ones, none = score("rounded"), score("rounded", arguments={"least": 2})
+    assert ones != none == [0.0, 0.0, 0.0]
+
+
+def test_completions_of_chats_are_messages():
+    chats = Answers([[{"role": "user", "content": "Hi"}]], ["Ho"], [[1]], [{}], ["row 1"])
+    assert chats.values()["completions"] == [[{"role": "assistant", "content": "Ho"}]]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "fails_for_b",
+            r"rewards\[0\]: .*fails_for_b.* for rows.jsonl:2, answer 'two': KeyError: 'no b', in line \d+ of",
+        ),
+        ("returns_nan", "nan, which is no finite number"),
+        ("ends", "ended with 3"),
+    ],
+)
+def test_an_error_names_function_row_and_exception(name, said):
+    with pytest.raises(ValueError, match=said):
+        score(name)
+
+
+def test_a_slow_function_is_ended_and_can_be_called_again():
+    made = function("is_slow", seconds=1)
+    for _ in range(2):
+        made.begin(ANSWERS)
+        with pytest.raises(ValueError, match=r"took more than 1 s for 3 answers; raise objective\.rewards"):
+            made.finish()
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("no_such_package.rewards:one", {}, "No module named 'no_such_package'.*must be installed"),
+        (f"{OWN}none", {}, "has no 'none'"),
+        (f"{OWN}needs_column", {"size": 1}, "it takes no argument 'size'; it takes: completions, wanted"),
+    ],
+    ids=["module", "attribute", "argument"],
+)
+def test_a_function_that_cannot_be_used_is_refused_at_once(name, arguments, said):
+    with pytest.raises(ValueError, match=said):
+        function(name, arguments=arguments)
+
+
+def test_a_missing_column_is_named():
+    made = function("needs_column")
+    with pytest.raises(ValueError, match="needs the column 'wanted', but the data has 'answer', 'prompt'"):
+        made.require_columns({"prompt", "answer"})
+    made.close()
+    shipped = RewardFunction(RewardTerm(function="numeric", arguments={"column": "solution"}), 1)
+    with pytest.raises(ValueError, match=r"rewards\[1\].*needs the column 'solution'"):
+        shipped.require_columns({"prompt", "answer"})
+    shipped.close()

@@ -1,0 +1,250 @@
+"""Runs of `grpo`: beside TRL's trainer, on several processes, in several frameworks, killed and continued."""
+
+import importlib.util
+import json
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from strata_platform.spec import DataRecipe, RunSpec
+from tasks.runtime.data import fingerprint, prepare
+from tasks.runtime.evaluation.evaluate_model import evaluate
+from tasks.runtime.models.trained_weights import collect_weights
+from tasks.runtime.objectives.rollout import Rollout
+from tasks.runtime.run_folder.folder import RunFolder, data_folder
+from tasks.runtime.run_folder.metrics_file import read_evaluations, read_points
+from tests.runtime.helpers import own_rewards
+from tests.runtime.helpers.comparable_runs import curve, file_of
+from tests.runtime.helpers.pretrained_folder import save_pretrained
+from tests.runtime.helpers.train_forked import launch
+from tests.runtime.helpers.train_only import train_spec
+
+STEPS, RATE, GROUP, PROMPTS = 3, 1e-3, 4, 3
+WORDS = ("apple", "bread", "cheese", "dates", "eggs", "figs", "grapes", "honey", "ice")
+
+
+@pytest.fixture(scope="module")
+def output(output):
+    save_pretrained(output / "pretrained")
+    rows = [{"prompt": f"{word} and {other}", "answer": word} for word in WORDS for other in WORDS[:3]]
+    (output / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return output
+
+
+def spec_of(output, name, objective=None, **changes):
+    settings = {
+        "name": name,
+        "output": str(output),
+        "model": {"name": f"{output}/pretrained"},
+        "data": {"source": f"{output}/prompts.jsonl", "sequence_length": 32, "validation_fraction": 0},
+        "objective": {
+            "type": "grpo",
+            "rewards": [{"function": "tests.runtime.helpers.own_rewards:varied"}],
+            "group_size": GROUP,
+            "generation": {"max_new_tokens": 12, "temperature": 0.9},
+            "overlong": "rewarded",
+            **(objective or {}),
+        },
+        "training": {"steps": STEPS, "micro_batch_size": GROUP * PROMPTS},
+        "optimizer": {"lr": RATE, "weight_decay": 0},
+        "schedule": {"type": "constant", "warmup_ratio": 0},
+        "checkpoint": {"every": 2, "keep_last": 10},
+        "tracking": {"log_every": 1, "report_to": []},
+        "runtime": {"framework": "torch"},
+    }
+    for section, values in changes.items():
+        settings[section] = {**settings.get(section, {}), **values} if isinstance(values, dict) else values
+    return RunSpec.model_validate(settings)
+
+
+def recorded(spec):
+    """Train, and return the steps that were learned from."""
+    steps, run = [], Rollout.run
+
+    def recording(self, prompts, processes):
+        steps.append(run(self, prompts, processes))
+        return steps[-1]
+
+    with mock.patch.object(Rollout, "run", recording):
+        assert train_spec(spec).status == "complete"
+    return steps
+
+
+# Our settings and TRL's names for them.
+RUNS = {
+    "grpo": ({"loss": "grpo"}, {"loss_type": "grpo"}),
+    "dapo": ({"loss": "dapo", "epsilon_high": 0.28}, {"loss_type": "dapo", "epsilon_high": 0.28}),
+    "dr_grpo": ({"loss": "dr_grpo", "scale_rewards": "none"}, {"loss_type": "dr_grpo", "scale_rewards": "none"}),
+    "kl": ({"loss": "bnpo", "beta": 0.2}, {"loss_type": "bnpo", "beta": 0.2, "use_bias_correction_kl": False}),
+    "iterations": (
+        {"loss": "dapo", "num_iterations": 2, "epsilon": 0.02, "delta": 1.5, "scale_rewards": "batch"},
+        {"loss_type": "dapo", "num_iterations": 2, "epsilon": 0.02, "delta": 1.5, "scale_rewards": "batch"},
+    ),
+    "gspo": (
+        {"loss": "gspo", "num_iterations": 2, "epsilon": 0.001},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "num_iterations": 2, "epsilon": 0.001},
+    ),
+    "cispo": (
+        {"loss": "cispo", "num_iterations": 2, "epsilon_high": 1.01},
+        {"loss_type": "cispo", "num_iterations": 2, "epsilon_high": 1.01},
+    ),
+    "sapo": ({"loss": "sapo", "num_iterations": 2}, {"loss_type": "sapo", "num_iterations": 2}),
+    "mask": ({"loss": "dapo", "overlong": "mask"}, {"loss_type": "dapo", "mask_truncated_completions": True}),
+}
+
+
+def by_trl(output, steps, options):
+    """Loss and gradient norm of each step of TRL's trainer, with the answers of our run."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    left = iter(steps)
+
+    def rollout(prompts, trainer):
+        step = next(left)
+        order = sorted(range(len(step.prompts)), key=lambda index: step.prompts[index].answer)
+        return {
+            "prompt_ids": [list(step.prompts[index].token_ids) for index in order],
+            "completion_ids": [step.samples[index].token_ids.tolist() for index in order],
+            "logprobs": [step.samples[index].log_probs.tolist() for index in order],
+        }
+
+    rows = [{"prompt": "any"}] * (GROUP * PROMPTS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        args = GRPOConfig(
+            output_dir=str(output / "trl"), max_steps=STEPS, per_device_train_batch_size=GROUP * PROMPTS,
+            num_generations=GROUP, max_completion_length=12, temperature=0.9, learning_rate=RATE, adam_beta2=0.95,
+            lr_scheduler_type="constant", weight_decay=0.0, logging_steps=1, save_strategy="no", report_to="none",
+            disable_tqdm=True, use_cpu=True, bf16=False, **options,
+        )  # fmt: skip
+        trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(output / "pretrained", dtype=torch.float32),
+            reward_funcs=own_rewards.varied, args=args, train_dataset=Dataset.from_list(rows),
+            processing_class=AutoTokenizer.from_pretrained(output / "pretrained"), rollout_func=rollout,
+        )  # fmt: skip
+        trainer.train()
+    return [(point["loss"], point["grad_norm"]) for point in trainer.state.log_history if "loss" in point]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
+@pytest.mark.parametrize("name", RUNS)
+def test_losses_and_norms_are_those_of_trl(output, name):
+    objective, options = RUNS[name]
+    spec = spec_of(output, name.replace("_", "-"), objective)
+    steps = recorded(spec)
+    assert len(steps) == -(-STEPS // spec.objective.num_iterations)
+    found = [(loss, norm) for _, loss, norm, *_ in curve(spec)]
+    expected = by_trl(output, steps, options)
+    assert len(found) == len(expected) == STEPS
+    for step in range(STEPS):
+        assert found[step][1] == pytest.approx(expected[step][1], rel=1e-4), f"step {step + 1}"
+        # Losses of answers with their own policy are close to 0.
+        assert found[step][0] == pytest.approx(expected[step][0], rel=1e-5, abs=2e-6), f"step {step + 1}"
+
+
+def losses(spec):
+    return [(loss, norm) for _, loss, norm, *_ in curve(spec)]
+
+
+def answers(spec):
+    """The answers that a run wrote down, without those of attempts that were repeated."""
+    lines = map(json.loads, (RunFolder.of(spec).root / "answers.jsonl").read_text().splitlines())
+    by_step = {}
+    for line in lines:
+        by_step.setdefault(line["step"], []).append((line["answer"], line["reward"]))
+    return by_step
+
+
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_a_run_that_was_killed_continues_with_the_same_answers_and_losses(output, iterations):
+    options = {"num_iterations": iterations, "beta": 0.1}
+    changes = {"training": {"steps": 4, "micro_batch_size": GROUP, "gradient_accumulation_steps": PROMPTS}}
+    whole = spec_of(output, f"whole-{iterations}", options, **changes)
+    cut = spec_of(output, f"cut-{iterations}", options, **changes)
+    for spec in (whole, cut):
+        train_spec(spec)
+    train_spec(cut, step=2)
+    assert losses(cut) == losses(whole) == losses(whole)[:4]
+    again, once = answers(cut), answers(whole)
+    first = [step for step in once if step > 2]
+    assert {step: once[step] for step in once if step <= 2} == {step: again[step] for step in again if step <= 2}
+    assert first and all(again[step] == once[step] * 2 for step in first)
+
+
+def test_frameworks_and_micro_batches_do_not_change_a_step(output):
+    """A group may be spread over micro-batches."""
+    options = {"loss": "grpo", "overlong": "unrewarded", "scale_rewards": "batch"}
+    whole = spec_of(output, "one-batch", options)
+    train_spec(whole)
+    for framework, size in (("hf", 6), ("lightning", 2)):
+        training = {"steps": STEPS, "micro_batch_size": size, "gradient_accumulation_steps": GROUP * PROMPTS // size}
+        spec = spec_of(output, f"cut-{framework}", options, training=training, runtime={"framework": framework})
+        train_spec(spec)
+        for found, expected in zip(losses(spec), losses(whole), strict=True):
+            assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_two_processes_are_one(output, adapter):
+    """Also where each has two answers of every group."""
+    specs = []
+    for processes in (1, 2):
+        training = {"steps": STEPS, "micro_batch_size": 2, "gradient_accumulation_steps": 6 // processes}
+        specs.append(
+            spec_of(
+                output, f"{adapter}-{processes}", {"beta": 0.1, "num_iterations": 2, "filter_groups": True},
+                training=training, adapter={"type": adapter}, topology={"nproc_per_node": processes},
+                parallel={"type": "single" if processes == 1 else "ddp"},
+            )
+        )  # fmt: skip
+    one, two = specs
+    train_spec(one)
+    launch("2", file_of(output, two))
+    for found, expected in zip(losses(two), losses(one), strict=True):
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert read_points(RunFolder.of(two).metrics)[-1].metrics["kl"] > 0
+
+
+def test_groups_without_signal_are_left_out(output):
+    rewards = [{"function": "tests.runtime.helpers.own_rewards:rounded"}]
+    loss_and_norm = {}
+    for filtered in (False, True):
+        spec = spec_of(
+            output, f"filtered-{filtered}".lower(), {"rewards": rewards, "group_size": 2, "filter_groups": filtered}
+        )
+        steps = recorded(spec)
+        loss_and_norm[filtered] = losses(spec)[0]
+        silent = [step.advantages.eq(0).view(-1) for step in steps]
+        assert any(found.any() for found in silent)
+        for step, found in zip(steps, silent, strict=True):
+            assert torch.equal(step.learned, ~found if filtered else torch.ones_like(found))
+            assert step.answers == int(step.learned.sum())
+    # The same gradient, divided by fewer tokens.
+    assert loss_and_norm[True][1] > 1.05 * loss_and_norm[False][1]
+
+
+def test_a_model_is_measured_by_rewards_of_held_out_prompts(output):
+    spec = spec_of(
+        output, "measured",
+        {"rewards": [{"function": "exact_match"}, {"function": "regex", "weight": 0.5, "arguments": {"pattern": "."}}]},
+        data={"validation_fraction": 0.3}, evaluation={"every": STEPS, "samples": 1},
+    )  # fmt: skip
+    record = train_spec(spec)
+    (measured,) = read_evaluations(RunFolder.of(spec).metrics)
+    found = measured.metrics
+    assert found["reward"] == pytest.approx(found["reward/exact_match"] + 0.5 * found["reward/regex"])
+    assert measured.loss == -found["reward"] and found["reward/regex"] > 0
+    recipe = DataRecipe.from_spec(spec, fingerprint(spec))
+    data = prepare(recipe, data_folder(spec.output, recipe), report=print)
+    after = evaluate(spec, record, data, collect_weights(RunFolder.of(spec), spec.adapter, record))
+    assert after.eval_metrics["reward"] == pytest.approx(found["reward"])
+
+
+def test_a_column_that_a_reward_needs_is_missed_before_training(output):
+    rewards = [{"function": "numeric", "arguments": {"column": "solution"}}]
+    with pytest.raises(ValueError, match=r"rewards\[0\]: 'numeric' needs the column 'solution'"):
+        train_spec(spec_of(output, "missing", {"rewards": rewards}))
