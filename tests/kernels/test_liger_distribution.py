@@ -48,7 +48,7 @@ from liger_kernel.transformers.rms_norm import LigerRMSNorm
 print(version("liger-kernel"), liger_kernel.__version__, LigerRMSNorm.__module__)
 """
     done = run(code, site)
-    assert done.stdout.split() == [VERSION, VERSION, "strata_kernels.compat.liger.modules"], done.stderr
+    assert done.stdout.split() == [VERSION, VERSION, "strata_kernels.compat.liger.norms"], done.stderr
 
 
 def test_it_is_not_imported_beside_liger_itself(site, tmp_path) -> None:

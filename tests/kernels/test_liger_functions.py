@@ -14,7 +14,7 @@ from transformers.models.llama4.modeling_llama4 import apply_rotary_emb, vision_
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
-from strata_kernels.compat.liger import functional, functions, loss_modules, modules
+from strata_kernels.compat.liger import cross_entropies, distributions, feed_forward, norms, rotations
 
 SMALL = {
     "hidden_size": 16,
@@ -48,36 +48,36 @@ def rms_norm(x, w, offset=0.0):
 @pytest.mark.parametrize(
     ("ours", "expected", "tensors"),
     [
-        (lambda x, w: functions.LigerRMSNormFunction.apply(x, w, 1e-6), rms_norm, (X, W)),
+        (lambda x, w: norms.LigerRMSNormFunction.apply(x, w, 1e-6), rms_norm, (X, W)),
         (
-            lambda x, w: functions.LigerRMSNormFunction.apply(x, w, 1e-6, 1.0, "gemma", False, True),
+            lambda x, w: norms.LigerRMSNormFunction.apply(x, w, 1e-6, 1.0, "gemma", False, True),
             lambda x, w: rms_norm(x, w, 1.0),
             (X, W),
         ),
         (
-            lambda x, r, w: functions.LigerFusedAddRMSNormFunction.apply(x, r, w, 1e-6, 0.0, "llama", True),
+            lambda x, r, w: norms.LigerFusedAddRMSNormFunction.apply(x, r, w, 1e-6, 0.0, "llama", True),
             lambda x, r, w: (rms_norm(x + r, w), x + r),
             (X, Y, W),
         ),
         (
-            lambda x, w, b: functions.LigerLayerNormFunction.apply(x, w, b, 1e-5),
+            lambda x, w, b: norms.LigerLayerNormFunction.apply(x, w, b, 1e-5),
             lambda x, w, b: F.layer_norm(x, (16,), w, b, 1e-5),
             (X, W, V),
         ),
         (
-            lambda a, b: functions.LigerSiLUMulFunction.apply(a, b, 0.5, 0.7),
+            lambda a, b: feed_forward.LigerSiLUMulFunction.apply(a, b, 0.5, 0.7),
             lambda a, b: F.silu(0.5 * a) * b * 0.7,
             (X, Y),
         ),
         (
-            lambda y: functions.LigerFusedGateUpSiLUMulFunction.apply(y, True),
+            lambda y: feed_forward.LigerFusedGateUpSiLUMulFunction.apply(y, True),
             lambda y: F.silu(y[..., :8]) * y[..., 8:],
             (X,),
         ),
-        (functions.LigerGELUMulFunction.apply, lambda a, b: F.gelu(a, approximate="tanh") * b, (X, Y)),
-        (functions.LigerReLUSquaredFunction.apply, lambda x: F.relu(x).square(), (X,)),
+        (feed_forward.LigerGELUMulFunction.apply, lambda a, b: F.gelu(a, approximate="tanh") * b, (X, Y)),
+        (feed_forward.LigerReLUSquaredFunction.apply, lambda x: F.relu(x).square(), (X,)),
         (
-            lambda *t: functions.LigerMLPFunction.apply(*t, 0.5, 0.7),
+            lambda *t: feed_forward.LigerMLPFunction.apply(*t, 0.5, 0.7),
             lambda x, g, u, d: F.linear(F.silu(0.5 * F.linear(x, g)) * F.linear(x, u), d) * 0.7,
             (X, rand(24, 16), rand(16, 24).T, rand(16, 24)),
         ),
@@ -93,19 +93,19 @@ def test_function(ours, expected, tensors) -> None:
 def test_sparsemax() -> None:
     """The nearest distribution: what lies above a threshold, at which the rest is one in all."""
     x = X.transpose(1, 2)
-    got = modules.LigerSparsemax(1)(x)
+    got = distributions.LigerSparsemax(1)(x)
     ordered = x.sort(1, descending=True).values
     sums, counts = ordered.cumsum(1) - 1, torch.arange(1, 17)[:, None]
     size = (ordered * counts > sums).sum(1, keepdim=True)
     torch.testing.assert_close(got, (x - sums.gather(1, size - 1) / size).clamp(min=0))
-    assert torch.equal(functional.liger_sparsemax(X), got.transpose(1, 2))
+    assert torch.equal(distributions.liger_sparsemax(X), got.transpose(1, 2))
 
 
 @pytest.mark.parametrize("mode", ["llama", "gemma", "none", 0, 1, -1])
 def test_the_result_has_the_dtype_of_the_input(mode) -> None:
-    assert functions.LigerRMSNormFunction.apply(X.bfloat16(), W, 1e-6, 0.0, mode).dtype == torch.bfloat16
+    assert norms.LigerRMSNormFunction.apply(X.bfloat16(), W, 1e-6, 0.0, mode).dtype == torch.bfloat16
     with pytest.raises(ValueError, match="casting_mode"):
-        functions.LigerRMSNormFunction.apply(X, W, 1e-6, 0.0, "lama")
+        norms.LigerRMSNormFunction.apply(X, W, 1e-6, 0.0, "lama")
 
 
 def angles(*shape: int) -> torch.Tensor:
@@ -116,11 +116,11 @@ def test_rotations() -> None:
     q, k, angle = rand(2, 4, 5, 8), rand(2, 2, 5, 8), angles(2, 5)
     cos, sin = angle.cos(), angle.sin()
     want = gradients(lambda q, k: apply_rotary_pos_emb(q, k, cos, sin), q, k)
-    got = gradients(lambda q, k: functional.liger_rotary_pos_emb(q, k, cos, sin, None, 1), q, k)
+    got = gradients(lambda q, k: rotations.liger_rotary_pos_emb(q, k, cos, sin, None, 1), q, k)
     torch.testing.assert_close(got, want)
-    once = gradients(lambda q, k: functional.liger_rotary_pos_emb_gpt_oss(q, k, cos[..., :4], sin[..., :4]), q, k)
+    once = gradients(lambda q, k: rotations.liger_rotary_pos_emb_gpt_oss(q, k, cos[..., :4], sin[..., :4]), q, k)
     torch.testing.assert_close(once, want)
-    flat = functional.liger_rotary_pos_emb_vision(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0])
+    flat = rotations.liger_rotary_pos_emb_vision(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0])
     torch.testing.assert_close([x.transpose(0, 1) for x in flat], [x[0] for x in want[:2]])
 
     sections = angles(3, 2, 5)
@@ -130,7 +130,7 @@ def test_rotations() -> None:
         torch.cat([part[i % 3] for i, part in enumerate(x.split([1, 2, 1] * 2, dim=-1))], dim=-1) for x in settings[:2]
     )
     want = gradients(lambda q, k: apply_rotary_pos_emb(q, k, cos, sin), q, k)
-    torch.testing.assert_close(gradients(lambda q, k: functional.liger_qwen2vl_mrope(q, k, *settings), q, k), want)
+    torch.testing.assert_close(gradients(lambda q, k: rotations.liger_qwen2vl_mrope(q, k, *settings), q, k), want)
 
 
 @pytest.mark.parametrize("with_batch", [True, False])
@@ -139,23 +139,23 @@ def test_rotations_of_llama4(with_batch) -> None:
     freqs = torch.polar(torch.ones(1, 5, 4), angle).expand(2, -1, -1)
     want = gradients(lambda q, k: apply_rotary_emb(q, k, freqs), q, k)
     torch.testing.assert_close(
-        gradients(lambda q, k: functional.liger_llama4_text_rotary_pos_emb(q, k, freqs), q, k), want
+        gradients(lambda q, k: rotations.liger_llama4_text_rotary_pos_emb(q, k, freqs), q, k), want
     )
     parts = torch.view_as_real(freqs).flatten(-2)
-    torch.testing.assert_close(functions.LigerLlama4RopeFunction.apply(q, k, parts), want[:2])
+    torch.testing.assert_close(rotations.LigerLlama4RopeFunction.apply(q, k, parts), want[:2])
     # The vision tower's buffer, [S, 1, D / 2], and what is left of it in a model that was cast.
     for of_tower in (freqs[0][:, None], freqs[0][:, None].real.bfloat16()):
         of_tower = of_tower[None].transpose(0, 1).transpose(0, 1) if with_batch else of_tower
         want = vision_apply_rotary_emb(q, k, of_tower)
-        torch.testing.assert_close(functional.liger_llama4_vision_rotary_pos_emb(q, k, of_tower), want)
+        torch.testing.assert_close(rotations.liger_llama4_vision_rotary_pos_emb(q, k, of_tower), want)
 
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "config"),
     [
-        (modules.LigerSwiGLUMLP, LlamaMLP, AutoConfig.for_model("llama", **SMALL)),
-        (modules.LigerGEGLUMLP, GemmaMLP, AutoConfig.for_model("gemma", hidden_size=16, intermediate_size=24)),
-        (modules.LigerPhi3SwiGLUMLP, Phi3MLP, AutoConfig.for_model("phi3", pad_token_id=0, **SMALL)),
+        (feed_forward.LigerSwiGLUMLP, LlamaMLP, AutoConfig.for_model("llama", **SMALL)),
+        (feed_forward.LigerGEGLUMLP, GemmaMLP, AutoConfig.for_model("gemma", hidden_size=16, intermediate_size=24)),
+        (feed_forward.LigerPhi3SwiGLUMLP, Phi3MLP, AutoConfig.for_model("phi3", pad_token_id=0, **SMALL)),
     ],
 )
 def test_feed_forward_layers_load_the_weights_of_transformers(ours, theirs, config) -> None:
@@ -169,7 +169,7 @@ def test_feed_forward_layers_load_the_weights_of_transformers(ours, theirs, conf
 def test_experts_load_the_weights_of_transformers() -> None:
     config = AutoConfig.for_model("mixtral", **SMALL)
     config._experts_implementation = "eager"
-    theirs, ours = MixtralExperts(config), modules.LigerExperts(config)
+    theirs, ours = MixtralExperts(config), feed_forward.LigerExperts(config)
     for parameter in theirs.parameters():
         nn.init.normal_(parameter, 0.0, 0.2)
     ours.load_state_dict(theirs.state_dict())
@@ -182,7 +182,7 @@ def test_experts_load_the_weights_of_transformers() -> None:
 
 @pytest.mark.parametrize(("ours", "theirs"), [("", LlamaRMSNorm), ("ForGemma", GemmaRMSNorm)])
 def test_norms_load_the_weights_of_transformers(ours, theirs) -> None:
-    theirs, ours = theirs(16, eps=1e-5), getattr(modules, f"LigerRMSNorm{ours}")(16, eps=1e-5)
+    theirs, ours = theirs(16, eps=1e-5), getattr(norms, f"LigerRMSNorm{ours}")(16, eps=1e-5)
     nn.init.normal_(theirs.weight, 0.5, 0.2)
     ours.load_state_dict(theirs.state_dict())
     for dtype in (torch.float32, torch.bfloat16):
@@ -190,18 +190,18 @@ def test_norms_load_the_weights_of_transformers(ours, theirs) -> None:
 
 
 def test_other_modules() -> None:
-    norm = modules.LigerLayerNorm(16, eps=1e-5, bias=True)
+    norm = norms.LigerLayerNorm(16, eps=1e-5, bias=True)
     torch.testing.assert_close(norm(X), F.layer_norm(X, (16,), norm.weight, norm.bias, 1e-5))
-    assert modules.LigerRMSNormForGemma4(16, with_scale=False)(X).square().mean(-1).allclose(torch.ones(3, 5))
+    assert norms.LigerRMSNormForGemma4(16, with_scale=False)(X).square().mean(-1).allclose(torch.ones(3, 5))
     with pytest.raises(ValueError, match="init_fn"):
-        modules.LigerRMSNorm(16, init_fn="one")
+        norms.LigerRMSNorm(16, init_fn="one")
     with pytest.raises(ValueError, match="gelu"):
-        modules.LigerSwiGLUMLP(SimpleNamespace(**{**SMALL, "hidden_act": "gelu"}))
+        feed_forward.LigerSwiGLUMLP(SimpleNamespace(**{**SMALL, "hidden_act": "gelu"}))
     wide = SimpleNamespace(**SMALL, use_double_wide_mlp=True, num_hidden_layers=4, num_kv_shared_layers=2)
-    sizes = [modules.LigerGEGLUMLPForGemma4(wide, layer).up_proj.out_features for layer in range(4)]
+    sizes = [feed_forward.LigerGEGLUMLPForGemma4(wide, layer).up_proj.out_features for layer in range(4)]
     assert sizes == [24, 24, 48, 48]
     scaled = SimpleNamespace(**SMALL, mlp_bias=True, mlp_multipliers=(0.5, 0.7))
-    mlp = modules.LigerFalconH1SwiGLUMLP(scaled)
+    mlp = feed_forward.LigerFalconH1SwiGLUMLP(scaled)
     want = mlp.down_proj(F.silu(0.5 * mlp.gate_proj(X)) * mlp.up_proj(X)) * 0.7
     torch.testing.assert_close(mlp(X), want)
 
@@ -228,12 +228,12 @@ def test_losses(reduction, options) -> None:
     z, softcap = options.get("z", 0.0), options.get("softcap")
     arguments = (-100, z, smoothing, reduction, softcap)
     want = gradients(lambda x: reference(x, reduction=reduction, **options)[0], LOGITS)
-    got = gradients(lambda x: functions.LigerCrossEntropyFunction.apply(x, TARGET, weight, *arguments)[0], LOGITS)
+    got = gradients(lambda x: cross_entropies.LigerCrossEntropyFunction.apply(x, TARGET, weight, *arguments)[0], LOGITS)
     torch.testing.assert_close(got, want)
 
     x, head, bias = rand(7, 16), rand(11, 16), rand(11)
     want = gradients(lambda x, h, b: reference(F.linear(x, h, b), reduction=reduction, **options)[0], x, head, bias)
-    linear = functions.LigerFusedLinearCrossEntropyFunction.apply
+    linear = cross_entropies.LigerFusedLinearCrossEntropyFunction.apply
     got = gradients(lambda x, h, b: linear(x, h, TARGET, b, weight, *arguments)[0], x, head, bias)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
 
@@ -241,9 +241,9 @@ def test_losses(reduction, options) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_what_is_asked_for_beside_the_loss(reduction) -> None:
     asked = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
-    loss = loss_modules.LigerCrossEntropyLoss(lse_square_scale=1e-2, reduction=reduction, **asked)
+    loss = cross_entropies.LigerCrossEntropyLoss(lse_square_scale=1e-2, reduction=reduction, **asked)
     head = torch.eye(11)
-    linear = loss_modules.LigerFusedLinearCrossEntropyLoss(lse_square_scale=1e-2, reduction=reduction, **asked)
+    linear = cross_entropies.LigerFusedLinearCrossEntropyLoss(lse_square_scale=1e-2, reduction=reduction, **asked)
     want_loss, want_z = reference(LOGITS, z=1e-2, reduction=reduction)
     right = ((LOGITS.argmax(-1) == TARGET) & (TARGET != -100)).float()
     for got in (loss(LOGITS, TARGET), linear(head, LOGITS, TARGET)):
@@ -254,16 +254,16 @@ def test_what_is_asked_for_beside_the_loss(reduction) -> None:
 
 
 def test_the_loss_has_ligers_dtype() -> None:
-    assert functional.liger_cross_entropy(LOGITS.bfloat16(), TARGET).dtype == torch.bfloat16
-    assert functional.liger_fused_linear_cross_entropy(rand(7, 16), rand(11, 16), TARGET).dtype == torch.float32
+    assert cross_entropies.liger_cross_entropy(LOGITS.bfloat16(), TARGET).dtype == torch.bfloat16
+    assert cross_entropies.liger_fused_linear_cross_entropy(rand(7, 16), rand(11, 16), TARGET).dtype == torch.float32
 
 
 @pytest.mark.parametrize("weight", [None, CLASSES], ids=["", "weight"])
 def test_the_mean_over_no_target_is_zero(weight) -> None:
     nothing = torch.full_like(TARGET, -100)
     x = LOGITS.clone().requires_grad_()
-    loss = functional.liger_cross_entropy(x, nothing, weight)
-    head = functional.liger_fused_linear_cross_entropy(x, torch.eye(11), nothing, ce_weight=weight)
+    loss = cross_entropies.liger_cross_entropy(x, nothing, weight)
+    head = cross_entropies.liger_fused_linear_cross_entropy(x, torch.eye(11), nothing, ce_weight=weight)
     (loss + head).backward()
     assert loss == head == 0 and not x.grad.any()
 
@@ -271,7 +271,7 @@ def test_the_mean_over_no_target_is_zero(weight) -> None:
 def test_tokens_scaled_by_their_probability() -> None:
     x, head = rand(7, 16), rand(11, 16)
     got = gradients(
-        lambda x, h: functional.liger_fused_linear_cross_entropy(x, h, TARGET, use_token_scaling=True), x, head
+        lambda x, h: cross_entropies.liger_fused_linear_cross_entropy(x, h, TARGET, use_token_scaling=True), x, head
     )
 
     def want(x, head):

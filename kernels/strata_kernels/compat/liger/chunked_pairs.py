@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ...ops.linear_cross_entropy.linear_logprobs import linear_logprobs
 from ...preference import PairLoss, cpo_losses, dpo_losses
+from .options import WithOptions
 
 # The loss, then log-probabilities, mean logits, negative log-likelihood and rewards, without gradients.
 Result = tuple[Tensor, tuple[Tensor, ...]]
@@ -163,31 +164,7 @@ class LigerFusedLinearKTOFunction:
         return losses.mean(), tuple(figures)
 
 
-class _Loss(nn.Module):
-    """A loss with its options, which are attributes as in Liger's modules.
-
-    function: the class with `apply`; defaults: options in the order of Liger's constructor.
-    """
-
-    function: Any
-    defaults: dict[str, Any]
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-        if len(args) > len(self.defaults):
-            raise TypeError(f"{type(self).__name__} takes {', '.join(self.defaults)}")
-        given = dict(zip(self.defaults, args, strict=False)) | kwargs
-        if unknown := given.keys() - self.defaults.keys():
-            raise TypeError(f"{type(self).__name__} takes {', '.join(self.defaults)}, not {', '.join(unknown)}")
-        self.options = {**self.defaults, **given}
-        for name, value in self.options.items():
-            setattr(self, name, value)
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function.apply(*args, **kwargs, **{name: getattr(self, name) for name in self.defaults})
-
-
-class LigerFusedLinearDPOLoss(_Loss):
+class LigerFusedLinearDPOLoss(WithOptions):
     """`LigerFusedLinearDPOFunction` with its options."""
 
     function: Any = LigerFusedLinearDPOFunction
@@ -208,11 +185,11 @@ class LigerFusedLinearDPOLoss(_Loss):
         ref_bias: Tensor | None = None,
     ) -> Result:
         """As `LigerFusedLinearDPOFunction.apply`; the head's weight is first."""
-        result: Result = self._call(_input, lin_weight, target, bias, ref_input, ref_weight, ref_bias)
+        result: Result = self.call(_input, lin_weight, target, bias, ref_input, ref_weight, ref_bias)
         return result
 
 
-class LigerFusedLinearCPOLoss(_Loss):
+class LigerFusedLinearCPOLoss(WithOptions):
     """`LigerFusedLinearCPOFunction` with its options."""
 
     function: Any = LigerFusedLinearCPOFunction
@@ -223,7 +200,7 @@ class LigerFusedLinearCPOLoss(_Loss):
 
     def forward(self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None) -> Result:
         """As the function's `apply`; the head's weight is first."""
-        result: Result = self._call(_input, lin_weight, target, bias)
+        result: Result = self.call(_input, lin_weight, target, bias)
         return result
 
 
@@ -237,7 +214,7 @@ class LigerFusedLinearSimPOLoss(LigerFusedLinearCPOLoss):
     }  # fmt: skip
 
 
-class LigerFusedLinearORPOLoss(_Loss):
+class LigerFusedLinearORPOLoss(WithOptions):
     """`LigerFusedLinearORPOFunction` with its options."""
 
     function: Any = LigerFusedLinearORPOFunction
@@ -254,11 +231,11 @@ class LigerFusedLinearORPOLoss(_Loss):
         nll_target: Tensor | None = None,
     ) -> Result:
         """As `LigerFusedLinearORPOFunction.apply`; the head's weight is first."""
-        result: Result = self._call(_input, lin_weight, target, bias, nll_target=nll_target)
+        result: Result = self.call(_input, lin_weight, target, bias, nll_target=nll_target)
         return result
 
 
-class LigerFusedLinearKTOLoss(_Loss):
+class LigerFusedLinearKTOLoss(WithOptions):
     """`LigerFusedLinearKTOFunction` with its options."""
 
     function: Any = LigerFusedLinearKTOFunction
@@ -282,7 +259,7 @@ class LigerFusedLinearKTOLoss(_Loss):
         """As `LigerFusedLinearKTOFunction.apply`, in Liger's order of this module."""
         if preference_labels is None:
             raise ValueError("preference_labels is missing: [B], True for desirable answers")
-        result: Result = self._call(
+        result: Result = self.call(
             _input, lin_weight, target, preference_labels, bias, ref_input, ref_weight, ref_bias, kl
         )
         return result

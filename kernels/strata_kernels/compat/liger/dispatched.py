@@ -8,17 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
+from .cross_entropies import LigerCrossEntropyFunction, LigerFusedLinearCrossEntropyFunction
+from .distributions import LigerSoftmaxFunction
 from .divergences import LigerFusedLinearJSDFunction, LigerJSDFunction, LigerKLDivLossFunction
-from .functions import (
-    LigerCrossEntropyFunction,
-    LigerFusedAddRMSNormFunction,
-    LigerFusedLinearCrossEntropyFunction,
-    LigerGELUMulFunction,
-    LigerLayerNormFunction,
-    LigerRMSNormFunction,
-    LigerRopeFunction,
-    LigerSiLUMulFunction,
-)
+from .feed_forward import LigerGELUMulFunction, LigerSiLUMulFunction
+from .norms import LigerFusedAddRMSNormFunction, LigerLayerNormFunction, LigerRMSNormFunction
+from .rotations import LigerRopeFunction
 
 
 def _with_choice(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,6 +51,7 @@ fused_add_rms_norm = _with_choice(_fused_add_rms_norm)
 fused_linear_cross_entropy = _with_choice(LigerFusedLinearCrossEntropyFunction.apply)
 geglu = _with_choice(LigerGELUMulFunction.apply)
 rope = _with_choice(LigerRopeFunction.apply)
+softmax = _with_choice(LigerSoftmaxFunction.apply)
 swiglu = _with_choice(LigerSiLUMulFunction.apply)
 jsd = _with_choice(LigerJSDFunction.apply)
 kl_div = _with_choice(LigerKLDivLossFunction.apply)

@@ -1,4 +1,4 @@
-"""Liger's divergences from a teacher, of log-probabilities and of hidden states: `jsd`, `kl_div` and `linear_jsd`."""
+"""Liger's divergences from a teacher: of probabilities, of their logarithms, of logits and of hidden states."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ops.divergence.given_logits import jsd, kl_div
+from ...ops.cross_entropy import cross_entropy
+from ...ops.divergence.given_logits import jsd, kl_div, tvd
 from ...ops.linear_divergence.linear_jsd import linear_jsd
 
 
@@ -52,6 +53,41 @@ class LigerKLDivLossFunction:
         if reduction not in divisors:
             raise ValueError(f"reduction must be one of {', '.join(divisors)}, none, got {reduction!r}")
         return kl_div(y_pred, teacher, normalized=True, num_items=divisors[reduction])
+
+
+class LigerTVDLossFunction:
+    """`tvd` of probabilities; fused but for reduction="none", which keeps every element."""
+
+    @staticmethod
+    def apply(
+        p: Tensor,
+        q: Tensor,
+        shift_labels: Tensor | None = None,
+        reduction: str = "batchmean",
+        ignore_index: int = -100,
+    ) -> Tensor:
+        """p, q: [N, V], of student and teacher; shift_labels: [N] → a scalar, or [N, V]; in fp32."""
+        if reduction == "none":
+            found = 0.5 * (p.float() - q.float()).abs()
+            return found if shift_labels is None else found.where((shift_labels != ignore_index)[:, None], 0.0)
+        items = _items(p, shift_labels, ignore_index)
+        divisors = {"batchmean": items, "mean": items * p.shape[1], "sum": 1}
+        if reduction not in divisors:
+            raise ValueError(f"reduction must be one of {', '.join(divisors)}, none, got {reduction!r}")
+        options: dict[str, Any] = {"probabilities": True, "ignore_index": ignore_index}
+        return tvd(p, q, shift_labels, num_items=divisors[reduction], **options)
+
+
+class LigerFusedCETVDFunction:
+    """`cross_entropy` and `tvd` of logits, row by row."""
+
+    @staticmethod
+    def apply(
+        student_logits: Tensor, teacher_logits: Tensor, target: Tensor, ignore_index: int = -100
+    ) -> tuple[Tensor, Tensor]:
+        """Both logits: [N, V], target: [N] → two of [N], in fp32."""
+        labels = cross_entropy(student_logits, target, ignore_index=ignore_index, reduction="none")
+        return labels, tvd(student_logits, teacher_logits.detach(), target, ignore_index=ignore_index, reduction="none")
 
 
 class LigerFusedLinearJSDFunction:
@@ -103,6 +139,30 @@ class LigerKLDIVLoss(nn.KLDivLoss):
         return LigerKLDivLossFunction.apply(y_pred, y_true, self.reduction, self.log_target, self.eps)
 
 
+class LigerTVDLoss(nn.Module):
+    """`LigerTVDLossFunction` with its options."""
+
+    def __init__(self, reduction: str = "batchmean", ignore_index: int = -100) -> None:
+        super().__init__()
+        self.reduction, self.ignore_index = reduction, ignore_index
+
+    def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
+        """As `LigerTVDLossFunction.apply`."""
+        return LigerTVDLossFunction.apply(p, q, shift_labels, self.reduction, self.ignore_index)
+
+
+class LigerFusedCETVDLoss(nn.Module):
+    """`LigerFusedCETVDFunction`."""
+
+    def __init__(self, ignore_index: int = -100) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+
+    def forward(self, student_logits: Tensor, teacher_logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """As `LigerFusedCETVDFunction.apply`."""
+        return LigerFusedCETVDFunction.apply(student_logits, teacher_logits, target, self.ignore_index)
+
+
 class LigerFusedLinearJSD(nn.Module):
     """`LigerFusedLinearJSDFunction` with its options."""
 
@@ -137,6 +197,17 @@ def liger_jsd(
 ) -> Tensor:
     """`LigerJSDFunction.apply`."""
     return LigerJSDFunction.apply(input, target, shift_labels, beta, ignore_index)
+
+
+def liger_tvd(
+    input: Tensor,
+    target: Tensor,
+    shift_labels: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+) -> Tensor:
+    """`LigerTVDLossFunction.apply`, whose mean is over elements here."""
+    return LigerTVDLossFunction.apply(input, target, shift_labels, reduction, ignore_index)
 
 
 def liger_kl_div(

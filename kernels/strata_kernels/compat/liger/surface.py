@@ -7,63 +7,117 @@ from .families import FAMILIES
 # Liger's version, and that it is not Liger: a requirement such as liger-kernel>=0.8.0 accepts it.
 VERSION = "0.8.5+strata"
 
+# Module of this package → module of Liger's `ops` → its names.
 _OPS = {
-    "cross_entropy": "LigerCrossEntropyFunction",
-    "fused_add_rms_norm": "LigerFusedAddRMSNormFunction",
-    "fused_linear_cross_entropy": "LigerFusedLinearCrossEntropyFunction",
-    "fused_moe": "LigerFusedMoEFunction",
-    "geglu": "LigerGELUMulFunction",
-    "layer_norm": "LigerLayerNormFunction",
-    "llama4_rope": "LigerLlama4RopeFunction",
-    "mlp": "LigerMLPFunction",
-    "qwen2vl_mrope": "LigerQwen2VLMRopeFunction",
-    "relu_squared": "LigerReLUSquaredFunction",
-    "rms_norm": "LigerRMSNormFunction",
-    "rope": "LigerRopeFunction",
-    "sparsemax": "LigerSparsemaxFunction",
-    "swiglu": "LigerSiLUMulFunction LigerFusedGateUpSiLUMulFunction",
+    "norms": {
+        "fused_add_rms_norm": "LigerFusedAddRMSNormFunction",
+        "layer_norm": "LigerLayerNormFunction",
+        "rms_norm": "LigerRMSNormFunction",
+    },
+    "other_norms": {
+        "dyt": "LigerDyTFunction",
+        "group_norm": "LigerGroupNormFunction",
+        "modulated_rms_norm": "LigerModulatedRMSNormFunction",
+        "poly_norm": "LigerPolyNormFunction",
+    },
+    "feed_forward": {
+        "fused_moe": "LigerFusedMoEFunction",
+        "geglu": "LigerGELUMulFunction",
+        "mlp": "LigerMLPFunction",
+        "relu_squared": "LigerReLUSquaredFunction",
+        "swiglu": "LigerSiLUMulFunction LigerFusedGateUpSiLUMulFunction",
+        "tiled_mlp": "LigerTiledMLPFunction apply_tiled_mlp",
+    },
+    "rotations": {
+        "llama4_rope": "LigerLlama4RopeFunction",
+        "qwen2vl_mrope": "LigerQwen2VLMRopeFunction",
+        "rope": "LigerRopeFunction",
+    },
+    "distributions": {"softmax": "LigerSoftmaxFunction", "sparsemax": "LigerSparsemaxFunction"},
+    "cross_entropies": {
+        "cross_entropy": "LigerCrossEntropyFunction",
+        "fused_linear_cross_entropy": "LigerFusedLinearCrossEntropyFunction",
+        "fused_linear_scaled_cross_entropy": "LigerFusedLinearScaledCrossEntropyFunction",
+    },
+    "divergences": {
+        "fused_ce_tvd": "LigerFusedCETVDFunction",
+        "fused_linear_jsd": "LigerFusedLinearJSDFunction",
+        "jsd": "LigerJSDFunction",
+        "kl_div": "LigerKLDivLossFunction",
+        "tvd": "LigerTVDLossFunction",
+    },
 }
+# The same of Liger's `transformers`.
 _MODULES = {
-    "fused_add_rms_norm": "LigerFusedAddRMSNorm",
-    "geglu": "LigerGEGLUMLP LigerGEGLUMLPForGemma4",
-    "layer_norm": "LigerLayerNorm",
-    "mlp": "LigerMLP LigerFalconH1MLP",
-    "relu_squared": "LigerReLUSquared",
-    "sparsemax": "LigerSparsemax",
-    "rms_norm": (
-        "LigerRMSNorm LigerRMSNormForGemma LigerRMSNormForGemma2 LigerRMSNormForGemma3 LigerRMSNormForGemma4 "
-        "LigerRMSNormForMuseGlimmer LigerRMSNormForMuseGlimmerTextCentered LigerRMSNormForOlmo2 LigerRMSNormForGlm4 "
-        "LigerRMSNormForQwen3Next"
-    ),
-    "swiglu": (
-        "LigerSwiGLUMLP LigerSwiGLUMLPForMuseGlimmer LigerBlockSparseTop2MLP LigerExperts LigerPhi3SwiGLUMLP "
-        "LigerQwen3MoeSwiGLUMLP LigerHunyuanV1SwiGLUMLP LigerFalconH1SwiGLUMLP"
-    ),
+    "norms": {
+        "fused_add_rms_norm": "LigerFusedAddRMSNorm",
+        "layer_norm": "LigerLayerNorm",
+        "rms_norm": (
+            "LigerRMSNorm LigerRMSNormForGemma LigerRMSNormForGemma2 LigerRMSNormForGemma3 LigerRMSNormForGemma4 "
+            "LigerRMSNormForMuseGlimmer LigerRMSNormForMuseGlimmerTextCentered LigerRMSNormForOlmo2 "
+            "LigerRMSNormForGlm4 LigerRMSNormForQwen3Next"
+        ),
+    },
+    "other_norms": {
+        "dyt": "LigerDyT",
+        "group_norm": "LigerGroupNorm",
+        "modulated_rms_norm": "LigerModulatedRMSNorm",
+        "poly_norm": "LigerPolyNorm",
+    },
+    "feed_forward": {
+        "geglu": "LigerGEGLUMLP LigerGEGLUMLPForGemma4",
+        "mlp": "LigerMLP LigerFalconH1MLP",
+        "relu_squared": "LigerReLUSquared",
+        "swiglu": (
+            "LigerSwiGLUMLP LigerSwiGLUMLPForMuseGlimmer LigerBlockSparseTop2MLP LigerExperts LigerPhi3SwiGLUMLP "
+            "LigerQwen3MoeSwiGLUMLP LigerHunyuanV1SwiGLUMLP LigerFalconH1SwiGLUMLP"
+        ),
+        "tiled_mlp": "LigerTiledGEGLUMLP LigerTiledSwiGLUMLP",
+    },
+    "distributions": {"softmax": "LigerSoftmax", "sparsemax": "LigerSparsemax"},
+    "cross_entropies": {
+        "cross_entropy": "LigerCrossEntropyLoss",
+        "fused_linear_cross_entropy": "LigerFusedLinearCrossEntropyLoss",
+    },
+    "divergences": {
+        "fused_ce_tvd": "LigerFusedCETVDLoss",
+        "fused_linear_jsd": "LigerFusedLinearJSD",
+        "jsd": "LigerJSD",
+        "kl_div": "LigerKLDIVLoss",
+        "tvd": "LigerTVDLoss",
+    },
+    "rotations": {
+        "llama4_rope": "liger_llama4_text_rotary_pos_emb liger_llama4_vision_rotary_pos_emb",
+        "qwen2vl_mrope": "liger_multimodal_rotary_pos_emb",
+        "rope": "liger_rotary_pos_emb liger_rotary_pos_emb_gpt_oss liger_rotary_pos_emb_vision",
+    },
+    "policies": {"grpo_loss": "triton_grpo_loss"},
 }
-_LOSSES = {
-    "cross_entropy": "LigerCrossEntropyLoss",
-    "fused_linear_cross_entropy": "LigerFusedLinearCrossEntropyLoss",
+_FUNCTIONAL = {
+    "norms": "liger_layer_norm liger_rms_norm liger_fused_add_rms_norm",
+    "other_norms": "liger_dyt liger_group_norm liger_modulated_rms_norm liger_poly_norm",
+    "feed_forward": "liger_geglu liger_relu_squared liger_swiglu",
+    "rotations": "liger_qwen2vl_mrope liger_rope",
+    "distributions": "liger_softmax liger_sparsemax",
+    "cross_entropies": "CrossEntropyOutput liger_cross_entropy liger_fused_linear_cross_entropy",
+    "divergences": "liger_fused_linear_jsd liger_jsd liger_kl_div liger_tvd",
 }
-_DIVERGENCES = {
-    "jsd": ("LigerJSDFunction", "LigerJSD"),
-    "kl_div": ("LigerKLDivLossFunction", "LigerKLDIVLoss"),
-    "fused_linear_jsd": ("LigerFusedLinearJSDFunction", "LigerFusedLinearJSD"),
-}
-_PAIRS = ("DPO", "CPO", "SimPO", "ORPO", "KTO")
-_ROTATIONS = {
-    "rope": "liger_rotary_pos_emb liger_rotary_pos_emb_gpt_oss liger_rotary_pos_emb_vision",
-    "llama4_rope": "liger_llama4_text_rotary_pos_emb liger_llama4_vision_rotary_pos_emb",
-    "qwen2vl_mrope": "liger_multimodal_rotary_pos_emb",
-}
-_FUNCTIONAL = (
-    "CrossEntropyOutput liger_cross_entropy liger_fused_linear_cross_entropy liger_geglu liger_layer_norm "
-    "liger_qwen2vl_mrope liger_relu_squared liger_rms_norm liger_fused_add_rms_norm liger_rope liger_sparsemax "
-    "liger_swiglu"
-)
 _DISPATCHED = (
     "cross_entropy fused_add_rms_norm fused_linear_cross_entropy fused_linear_jsd geglu jsd kl_div layer_norm rms_norm "
-    "rope swiglu"
+    "rope softmax swiglu"
 )
+# Module of this package → module of Liger's `chunked_loss` → the middle of its names, and its function.
+_CHUNKED = {
+    "chunked_pairs": {
+        f"{name.lower()}_loss": (name, f"liger_fused_linear_{name.lower()}")
+        for name in ("DPO", "CPO", "SimPO", "ORPO", "KTO")
+    },
+    "chunked_distillation": {
+        "cosine_similarity_loss": ("CosineSimilarity", "liger_fused_linear_cosine"),
+        "jsd_loss": ("JSD", "liger_fused_linear_jsd"),
+    },
+    "policies": {"grpo_loss": ("GRPO", "liger_fused_linear_grpo")},
+}
 _APPLY = "_apply_liger_kernel _apply_liger_kernel_to_instance " + " ".join(
     f"apply_liger_kernel_to_{name}" for name in FAMILIES
 )
@@ -73,6 +127,40 @@ def _names(*providers: tuple[str, str]) -> dict[str, str]:
     """Name → the module of this package that has it."""
     return {name: provider for provider, names in providers for name in names.split()}
 
+
+def _all(table: dict[str, dict[str, str]]) -> dict[str, str]:
+    """`_names` of all modules of a table."""
+    return _names(*((provider, " ".join(modules.values())) for provider, modules in table.items()))
+
+
+def _each(package: str, table: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """Module of Liger → `_names`, of each module of a table."""
+    return {
+        f"{package}.{module}": _names((provider, names))
+        for provider, modules in table.items()
+        for module, names in modules.items()
+    }
+
+
+def _in_transformers() -> dict[str, dict[str, str]]:
+    """The modules of `transformers`, which have the functions of the module of that name in `ops`, too."""
+    functions = _each("ops", _OPS)
+    return {
+        name: {**functions.get(name.replace("transformers", "ops", 1), {}), **names}
+        for name, names in _each("transformers", _MODULES).items()
+    }
+
+
+_CHUNKED_LOSSES = {
+    provider: {
+        module: f"LigerFusedLinear{middle}Loss LigerFusedLinear{middle}Function"
+        for module, (middle, _) in modules.items()
+    }
+    for provider, modules in _CHUNKED.items()
+}
+_LIGER_FUNCTIONS = _names(
+    *((provider, function) for provider, modules in _CHUNKED.items() for _, function in modules.values())
+)
 
 # Module of Liger, without `liger_kernel.` → its names, each with the module of this package that has it.
 PROVIDED: dict[str, dict[str, str]] = {
@@ -85,68 +173,38 @@ PROVIDED: dict[str, dict[str, str]] = {
             "transformers_version_dispatch",
         ),
     ),
-    "ops": _names(
-        ("functions", " ".join(_OPS.values())),
-        ("divergences", " ".join(function for function, _ in _DIVERGENCES.values())),
-    ),
-    **{f"ops.{module}": _names(("functions", names)) for module, names in _OPS.items()},
-    **{f"ops.{module}": _names(("divergences", function)) for module, (function, _) in _DIVERGENCES.items()},
-    **{f"transformers.{module}": _names(("divergences", " ".join(names))) for module, names in _DIVERGENCES.items()},
-    "chunked_loss": _names(("chunked_pairs", " ".join(f"LigerFusedLinear{name}Loss" for name in _PAIRS))),
-    "chunked_loss.functional": _names(
-        ("chunked_pairs", " ".join(f"liger_fused_linear_{name.lower()}" for name in _PAIRS)),
-    ),
-    **{
-        f"chunked_loss.{name.lower()}_loss": _names(
-            ("chunked_pairs", f"LigerFusedLinear{name}Loss LigerFusedLinear{name}Function"),
-        )
-        for name in _PAIRS
+    "ops": _all(_OPS),
+    **_each("ops", _OPS),
+    "chunked_loss": {name: at for name, at in _all(_CHUNKED_LOSSES).items() if name.endswith("Loss")},
+    "chunked_loss.functional": _LIGER_FUNCTIONS,
+    **_each("chunked_loss", _CHUNKED_LOSSES),
+    "transformers": {
+        **_names(
+            ("auto_model", "AutoLigerKernelForCausalLM"), ("apply", _APPLY), ("device", "is_transformers_available")
+        ),
+        **_all(_MODULES),
     },
-    "transformers": _names(
-        ("auto_model", "AutoLigerKernelForCausalLM"),
-        ("apply", _APPLY),
-        ("modules", " ".join(_MODULES.values())),
-        ("loss_modules", " ".join(_LOSSES.values())),
-        ("divergences", " ".join(module for _, module in _DIVERGENCES.values())),
-        ("functional", " ".join(_ROTATIONS.values())),
-        ("device", "is_transformers_available"),
-    ),
+    **_in_transformers(),
     "transformers.auto_model": _names(("auto_model", "AutoLigerKernelForCausalLM")),
-    "transformers.monkey_patch": _names(
-        ("apply", f"{_APPLY} MODEL_TYPE_TO_APPLY_LIGER_FN"),
-        ("modules", " ".join(_MODULES.values())),
-        ("loss_modules", " ".join(_LOSSES.values())),
-        ("functional", f"liger_cross_entropy {' '.join(_ROTATIONS.values())}"),
-    ),
+    "transformers.monkey_patch": {
+        **_names(("apply", f"{_APPLY} MODEL_TYPE_TO_APPLY_LIGER_FN"), ("cross_entropies", "liger_cross_entropy")),
+        **_all(_MODULES),
+    },
     "transformers.trainer_integration": _names(("apply", "_apply_liger_kernel")),
-    "transformers.functional": _names(
-        ("functional", _FUNCTIONAL),
-        ("divergences", "liger_jsd liger_kl_div liger_fused_linear_jsd"),
-    ),
-    **{f"transformers.{module}": _names(("functional", names)) for module, names in _ROTATIONS.items()},
-    **{f"transformers.{module}": _names(("modules", names)) for module, names in _MODULES.items()},
-    **{f"transformers.{module}": _names(("loss_modules", names)) for module, names in _LOSSES.items()},
+    "transformers.functional": _names(*_FUNCTIONAL.items()),
 }
 
 # What to use → names and modules of Liger that Strata has not, with their package where the name says too little.
 _INSTEAD = {
-    "the logits and PyTorch's losses": (
-        "LigerFusedCETVDFunction LigerFusedCETVDLoss LigerFusedLinearCosineSimilarityFunction "
-        "LigerFusedLinearCosineSimilarityLoss LigerFusedLinearKLDivFunction LigerFusedLinearKLDivLoss "
-        "cosine_similarity_loss fused_ce_tvd fused_linear_kl_div liger_fused_linear_cosine liger_fused_linear_kl_div"
+    "strata_kernels.kl_div, of logits": (
+        "LigerFusedLinearKLDivFunction LigerFusedLinearKLDivLoss fused_linear_kl_div liger_fused_linear_kl_div"
     ),
-    "strata_kernels.tvd, of logits": "LigerTVDLoss LigerTVDLossFunction liger_tvd tvd",
-    "strata_kernels.linear_jsd": "LigerFusedLinearJSDLoss jsd_loss",
-    "strata_kernels.linear_grpo": (
-        "GrpoLossFunction LigerFusedLinearGRPOFunction LigerFusedLinearGRPOLoss grpo_loss liger_fused_linear_grpo "
-        "triton_grpo_loss"
+    "liger_kernel.transformers.grpo_loss.triton_grpo_loss": (
+        "GrpoLossFunction ops.grpo_loss fused_selective_log_softmax"
     ),
     "the loss's module of chunked_loss": (
         "fused_linear_distillation fused_linear_ppo fused_linear_preference fused_linear_unpaired_preference"
     ),
-    "torch.softmax": "LigerSoftmax LigerSoftmaxFunction liger_softmax softmax",
-    "torch.nn.functional.group_norm": "LigerGroupNorm LigerGroupNormFunction group_norm liger_group_norm",
-    "torch.tanh(alpha * x) * weight + bias": "LigerDyT LigerDyTFunction dyt liger_dyt",
     "torch.nn.functional.embedding": "LigerEmbeddingFunction experimental",
     "torch.nn.functional.conv2d on masked scores": (
         "LigerMultiTokenAttention LigerMultiTokenAttentionFunction liger_multi_token_attention multi_token_attention"
@@ -155,24 +213,15 @@ _INSTEAD = {
         "LigerFusedNeighborhoodAttention LigerFusedNeighborhoodAttentionFunction fused_neighborhood_attention "
         "liger_fused_neighborhood_attention"
     ),
-    "torch.utils.checkpoint": (
-        "LigerTiledGEGLUMLP LigerTiledMLPFunction LigerTiledSwiGLUMLP apply_tiled_mlp tiled_mlp"
-    ),
     "PyTorch": (
-        "LigerAttnResFunction LigerMHC LigerMHCCoeffsFunction LigerMHCPostResFunction LigerMHCPreFunction "
-        "LigerPolyNorm LigerPolyNormFunction attn_res liger_attn_res "
-        "liger_mhc_apply liger_mhc_coeffs liger_mhc_forward liger_mhc_post_res liger_mhc_pre liger_poly_norm "
-        "mhc poly_norm"
+        "LigerAttnResFunction LigerMHC LigerMHCCoeffsFunction LigerMHCPostResFunction LigerMHCPreFunction attn_res "
+        "liger_attn_res liger_mhc_apply liger_mhc_coeffs liger_mhc_forward liger_mhc_post_res liger_mhc_pre mhc"
     ),
-    "strata_kernels.rms_norm(x, weight) * (1 + scale) + shift": (
-        "LigerModulatedRMSNorm LigerModulatedRMSNormFunction liger_modulated_rms_norm modulated_rms_norm"
-    ),
-    "strata_kernels.linear_cross_entropy(x / temperature, ...)": (
-        "LigerFusedLinearScaledCrossEntropyFunction fused_linear_scaled_cross_entropy"
+    "strata_kernels.linear_logprobs(..., group=)": (
+        "LigerFusedLinearScaledCrossEntropyTPFunction liger_fused_linear_scaled_cross_entropy_tp"
     ),
     "strata_kernels.linear_cross_entropy(..., group=)": (
-        "LigerFusedLinearScaledCrossEntropyTPFunction LigerVocabParallelCEFunction LigerVocabParallelCrossEntropy "
-        "liger_fused_linear_scaled_cross_entropy_tp vocab_parallel_cross_entropy"
+        "LigerVocabParallelCEFunction LigerVocabParallelCrossEntropy vocab_parallel_cross_entropy"
     ),
     "strata_kernels.patch_model": "transformers.fsdp transformers.model",
     "strata_kernels.experts": "LigerExpertParallelFusedMoe fused_moe_kernels transformers.moe",

@@ -1,188 +1,84 @@
-"""`liger_kernel.transformers`: the modules, with Liger's constructors and names of parameters and attributes."""
+"""Liger's feed-forward layers: autograd functions of activations, modules with the names of transformers, experts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
 
 from ...ops.activation.geglu import geglu
+from ...ops.activation.relu_squared import relu_squared
 from ...ops.activation.swiglu import swiglu, swiglu_packed
+from ...ops.activation.tiled_mlp import Activation, tiled_mlp
+from ...ops.experts.experts import experts
 from ...patch.structure import activate_and_project
-from .functions import (
-    LigerFusedAddRMSNormFunction,
-    LigerFusedMoEFunction,
-    LigerLayerNormFunction,
-    LigerReLUSquaredFunction,
-    LigerRMSNormFunction,
-    LigerSparsemaxFunction,
-)
-
-Initial = Literal["ones", "zeros"]
 
 
-def _initial(size: int, init_fn: str) -> nn.Parameter:
-    if init_fn not in ("ones", "zeros"):
-        raise ValueError(f"init_fn must be 'ones' or 'zeros', got {init_fn!r}")
-    return nn.Parameter(torch.ones(size) if init_fn == "ones" else torch.zeros(size))
+class LigerSiLUMulFunction:
+    """`swiglu`."""
+
+    @staticmethod
+    def apply(a: Tensor, b: Tensor, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> Tensor:
+        """a, b: [..., D] → [..., D]: `down_multiplier * silu(gate_multiplier * a) * b`."""
+        return swiglu(a, b, gate_multiplier=gate_multiplier, multiplier=down_multiplier)
 
 
-class LigerRMSNorm(nn.Module):
-    """`rms_norm`. `in_place` and `row_mode` are kept as attributes and change nothing."""
+class LigerFusedGateUpSiLUMulFunction:
+    """`swiglu_packed`."""
 
-    weight: nn.Parameter | None
+    @staticmethod
+    def apply(y: Tensor, in_place: bool = False) -> Tensor:
+        """y: [..., 2 * D] → [..., D]."""
+        return swiglu_packed(y)
 
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        offset: float = 0.0,
-        casting_mode: str = "llama",
-        init_fn: Initial = "ones",
-        in_place: bool = True,
-        row_mode: bool | None = None,
-        elementwise_affine: bool = True,
-    ) -> None:
-        super().__init__()
-        self.elementwise_affine = elementwise_affine
-        self.register_parameter("weight", _initial(hidden_size, init_fn) if elementwise_affine else None)
-        self.variance_epsilon, self.offset, self.casting_mode = eps, offset, casting_mode
-        self.in_place, self.row_mode = in_place, row_mode
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+class LigerGELUMulFunction:
+    """`geglu`, by the tanh approximation."""
+
+    @staticmethod
+    def apply(a: Tensor, b: Tensor) -> Tensor:
+        """a, b: [..., D] → [..., D]: `gelu(a, approximate="tanh") * b`."""
+        return geglu(a, b, "tanh")
+
+
+class LigerReLUSquaredFunction:
+    """`relu_squared`."""
+
+    @staticmethod
+    def apply(X: Tensor) -> Tensor:
         """[..., D] → [..., D]."""
-        return LigerRMSNormFunction.apply(
-            hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode
-        )
-
-    def extra_repr(self) -> str:
-        """The settings for `repr`."""
-        shape = None if self.weight is None else tuple(self.weight.shape)
-        return f"weight_shape={shape}, eps={self.variance_epsilon}, offset={self.offset}"
+        return relu_squared(X)
 
 
-class LigerRMSNormForGemma(LigerRMSNorm):
-    """`LigerRMSNorm` with the defaults of Gemma: `1 + weight`, rounded once."""
+class LigerMLPFunction:
+    """The gated feed-forward layer of three weights without biases."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        offset: float = 1.0,
-        casting_mode: str = "gemma",
-        init_fn: Initial = "zeros",
-        in_place: bool = True,
-        row_mode: bool | None = None,
-    ) -> None:
-        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
-
-
-class LigerRMSNormForGemma2(LigerRMSNormForGemma):
-    """As `LigerRMSNormForGemma`; in Liger the two differ in what they overwrite."""
+    @staticmethod
+    def apply(
+        input: Tensor,
+        gate_weight: Tensor,
+        up_weight: Tensor,
+        down_weight: Tensor,
+        gate_multiplier: float = 1.0,
+        down_multiplier: float = 1.0,
+    ) -> Tensor:
+        """input: [..., H], gate_weight, up_weight: [I, H], down_weight: [H, I] → [..., H]."""
+        gate, up = linear(input, gate_weight), linear(input, up_weight)
+        return swiglu(gate, up, gate_multiplier=gate_multiplier, multiplier=down_multiplier, weight=down_weight)
 
 
-class LigerRMSNormForQwen3Next(LigerRMSNormForGemma):
-    """As `LigerRMSNormForGemma`."""
+class LigerFusedMoEFunction:
+    """`experts`."""
 
-
-class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma):
-    """As `LigerRMSNormForGemma`."""
-
-
-class LigerRMSNormForGemma3(LigerRMSNorm):
-    """As `LigerRMSNormForGemma`; the size is called `dim`."""
-
-    def __init__(
-        self,
-        dim: int,
-        eps: float = 1e-6,
-        offset: float = 1.0,
-        casting_mode: str = "gemma",
-        init_fn: Initial = "zeros",
-        in_place: bool = False,
-    ) -> None:
-        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place)
-
-
-class LigerRMSNormForGemma4(LigerRMSNorm):
-    """Gemma 4's: the weight itself, rounded once; no weight without `with_scale`."""
-
-    def __init__(
-        self,
-        dim: int,
-        eps: float = 1e-6,
-        offset: float = 0.0,
-        casting_mode: str = "gemma",
-        init_fn: Initial = "ones",
-        in_place: bool = False,
-        with_scale: bool = True,
-    ) -> None:
-        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale)
-        self.with_scale = with_scale
-
-
-class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
-    """As `LigerRMSNormForGemma4`."""
-
-
-class LigerRMSNormForOlmo2(LigerRMSNorm):
-    """As `LigerRMSNorm`; in Liger the two differ in what they overwrite."""
-
-
-class LigerRMSNormForGlm4(LigerRMSNorm):
-    """As `LigerRMSNorm`; in Liger the two differ in what they overwrite."""
-
-
-class LigerFusedAddRMSNorm(nn.Module):
-    """`add_rms_norm`."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        offset: float = 0.0,
-        casting_mode: str = "llama",
-        init_fn: Initial = "ones",
-        in_place: bool = False,
-    ) -> None:
-        super().__init__()
-        self.weight = _initial(hidden_size, init_fn)
-        self.variance_epsilon, self.offset, self.casting_mode, self.in_place = eps, offset, casting_mode, in_place
-
-    def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Both [..., D] → the norm of their sum, and the sum."""
-        return LigerFusedAddRMSNormFunction.apply(
-            hidden_states, residual, self.weight, self.variance_epsilon, self.offset, self.casting_mode
-        )
-
-
-class LigerLayerNorm(nn.Module):
-    """`layer_norm`. As Liger's it always has a bias, zero at first, or random with `bias=True`."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        bias: bool = False,
-        init_fn: Initial = "ones",
-        impl: str | None = None,
-        mode: str | None = None,
-        backend: str | None = None,
-    ) -> None:
-        super().__init__()
-        self.hidden_size, self.eps, self.variance_epsilon = hidden_size, eps, eps
-        self.weight = _initial(hidden_size, init_fn)
-        self.bias = nn.Parameter(torch.randn(hidden_size) if bias else torch.zeros(hidden_size))
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., D] → [..., D]."""
-        return LigerLayerNormFunction.apply(hidden_states, self.weight, self.bias, self.variance_epsilon)
-
-    def extra_repr(self) -> str:
-        """The settings for `repr`."""
-        return f"{self.hidden_size}, eps={self.eps}"
+    @staticmethod
+    def apply(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """x: [T, H], gate_up_proj: [E, 2 * I, H], down_proj: [E, H, I], the last two: [T, K] → [T, H]."""
+        return experts(x, gate_up_proj, down_proj, top_k_index, top_k_weights)
 
 
 class LigerReLUSquared(nn.Module):
@@ -191,18 +87,6 @@ class LigerReLUSquared(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] → [..., D]."""
         return LigerReLUSquaredFunction.apply(x)
-
-
-class LigerSparsemax(nn.Module):
-    """`sparsemax`."""
-
-    def __init__(self, dim: int = -1) -> None:
-        super().__init__()
-        self.dim = dim
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The shape of x."""
-        return LigerSparsemaxFunction.apply(x, self.dim)
 
 
 def _check_activation(activation: str | None) -> None:
@@ -364,3 +248,74 @@ class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
             self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
             self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
             self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
+
+
+def _shards(x: Tensor, num_shards: int | None) -> int:
+    """Liger's number of parts of x [..., T, H]: by default as many as H goes into T."""
+    length, width = x.shape[-2:]
+    return max(-(-length // width) if num_shards is None else num_shards, 1)
+
+
+class LigerTiledMLPFunction:
+    """Any module that computes each row by itself, some positions at a time: `torch.utils.checkpoint` of each part.
+
+    Gradients reach parameters once, as autograd adds those of the parts up.
+    """
+
+    @staticmethod
+    def apply(
+        fn: Callable[[Any, Tensor], Tensor],
+        mlp_module: Any,
+        x: Tensor,
+        shards: int,
+        compute_params: Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        """x: [..., T, H] → the results of `fn(mlp_module, part)`, joined."""
+        run = partial(checkpoint, fn, mlp_module, use_reentrant=False)
+        return torch.cat([run(part) for part in x.chunk(shards, dim=-2)], dim=-2)
+
+
+def apply_tiled_mlp(
+    fn: Callable[[Any, Tensor], Tensor],
+    mlp_module: Any,
+    x: Tensor,
+    num_shards: int | None = None,
+    compute_params: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """`LigerTiledMLPFunction.apply`, with Liger's number of parts if none is given."""
+    return LigerTiledMLPFunction.apply(fn, mlp_module, x, _shards(x, num_shards), compute_params)
+
+
+class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):
+    """`tiled_mlp`: as `LigerSwiGLUMLP`, some positions at a time."""
+
+    activation: Activation = "silu"
+
+    def __init__(self, config: Any, num_shards: int | None = None) -> None:
+        super().__init__(config)
+        self.num_shards = num_shards
+
+    def _check(self, config: Any) -> None:
+        _check_activation(getattr(config, "hidden_act", "silu"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., T, H] → [..., T, H]."""
+        tile = -(-x.shape[:-1].numel() // _shards(x, self.num_shards))
+        weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
+        return tiled_mlp(x, *weights, activation=self.activation, tile=max(tile, 1))
+
+
+class LigerTiledGEGLUMLP(LigerTiledSwiGLUMLP):
+    """`tiled_mlp` by the tanh approximation of GELU."""
+
+    activation: Activation = "gelu_tanh"
+
+    def _check(self, config: Any) -> None:
+        activation = getattr(config, "hidden_act", "gelu")
+        if activation not in ("gelu", "gelu_new", "gelu_pytorch_tanh"):
+            raise ValueError(f"Activation function {activation!r} not supported: this layer computes GeGLU, by gelu")
+
+
+liger_geglu: Callable[..., Tensor] = LigerGELUMulFunction.apply
+liger_swiglu: Callable[..., Tensor] = LigerSiLUMulFunction.apply
+liger_relu_squared: Callable[..., Tensor] = LigerReLUSquaredFunction.apply

@@ -1,0 +1,253 @@
+"""Liger's cross entropies, of logits and of hidden states: autograd functions, modules and functional forms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops.cross_entropy import cross_entropy, cross_entropy_with_predictions
+from ...ops.cross_entropy.reduction import Reduction
+from ...ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_with_predictions
+from ...ops.linear_cross_entropy.linear_logprobs import linear_logprobs, linear_logprobs_with_entropy
+from .options import WithOptions
+
+# Loss, z-loss, accuracy and predictions; the last three where they are asked for.
+Losses = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+@dataclass
+class CrossEntropyOutput:
+    """A loss, and what was asked for beside it."""
+
+    loss: Tensor
+    z_loss: Tensor | None = None
+    token_accuracy: Tensor | None = None
+    predicted_tokens: Tensor | None = None
+
+
+def _output(losses: tuple[Any, ...]) -> Tensor | CrossEntropyOutput:
+    """The loss alone, or all if one of the others is there."""
+    loss: Tensor = losses[0]
+    return loss if all(other is None for other in losses[1:]) else CrossEntropyOutput(*losses)
+
+
+def _mean_of(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """The divisor of a mean over the targets that count, 1 if none does: Liger's mean over nothing is 0, not NaN."""
+    counted = target != ignore_index
+    if weight is None:
+        return counted.sum().clamp(min=1)
+    total = (weight.float()[target.where(counted, 0)] * counted).sum()
+    return torch.where(counted.any(), total, 1.0)
+
+
+def _accuracy(predictions: Tensor | None, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    assert predictions is not None
+    counted = target != ignore_index
+    right = ((predictions == target) & counted).float()
+    return right if reduction == "none" else right.sum() / counted.sum()
+
+
+class LigerCrossEntropyFunction:
+    """`cross_entropy`. With a weight per class, the mean of the z-loss is weighted as that of the cross entropy."""
+
+    @staticmethod
+    def apply(
+        _input: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: Reduction = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+    ) -> Losses:
+        """_input: [..., V], target: [...] → the loss in the dtype of _input, z-loss, accuracy and predictions."""
+        items = _mean_of(target, weight, ignore_index) if reduction == "mean" else None
+        options: dict[str, Any] = {
+            "weight": weight, "ignore_index": ignore_index, "softcap": softcap, "reduction": reduction,
+            "num_items": items,
+        }  # fmt: skip
+        predictions = None
+        if return_token_accuracy or return_predicted_tokens:
+            loss, predictions, _ = cross_entropy_with_predictions(
+                _input, target, z_loss=lse_square_scale, label_smoothing=label_smoothing, **options
+            )
+        else:
+            loss = cross_entropy(_input, target, z_loss=lse_square_scale, label_smoothing=label_smoothing, **options)
+        z_loss = None
+        if return_z_loss:
+            with torch.no_grad():
+                z_loss = loss.detach() - cross_entropy(_input, target, label_smoothing=label_smoothing, **options)
+        return (
+            loss.to(_input.dtype),
+            None if z_loss is None else z_loss.to(_input.dtype),
+            _accuracy(predictions, target, ignore_index, reduction) if return_token_accuracy else None,
+            predictions if return_predicted_tokens else None,
+        )
+
+
+class LigerFusedLinearCrossEntropyFunction:
+    """`linear_cross_entropy`. The gradient of the weight is rounded once, whatever `accum_dtype`."""
+
+    @staticmethod
+    def apply(
+        _input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        ce_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        lse_square_scale: float = 0.0,
+        label_smoothing: float = 0.0,
+        reduction: Reduction = "mean",
+        softcap: float | None = None,
+        return_z_loss: bool = False,
+        accum_dtype: torch.dtype | None = None,
+        use_token_scaling: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+        ce_impl: str | None = None,
+        ce_mode: str | None = None,
+        chunk_mem_const: int = 1,
+    ) -> Losses:
+        """_input: [..., H], weight: [V, H], target: [...] → the loss in fp32, z-loss, accuracy and predictions."""
+        options: dict[str, Any] = {"bias": bias, "ignore_index": ignore_index, "softcap": softcap}
+        row_weight = None
+        if use_token_scaling:
+            with torch.no_grad():
+                nll = linear_cross_entropy(_input, weight, target, reduction="none", **options)
+                row_weight = (-nll).exp()
+        options |= {
+            "class_weight": ce_weight, "reduction": reduction, "row_weight": row_weight,
+            "label_smoothing": label_smoothing,
+            "num_items": _mean_of(target, ce_weight, ignore_index) if reduction == "mean" else None,
+        }  # fmt: skip
+        predictions = None
+        if return_token_accuracy or return_predicted_tokens:
+            loss, predictions, _ = linear_cross_entropy_with_predictions(
+                _input, weight, target, z_loss=lse_square_scale, **options
+            )
+        else:
+            loss = linear_cross_entropy(_input, weight, target, z_loss=lse_square_scale, **options)
+        z_loss = None
+        if return_z_loss:
+            with torch.no_grad():
+                z_loss = loss.detach() - linear_cross_entropy(_input, weight, target, **options)
+        return (
+            loss,
+            None if z_loss is None else z_loss.to(_input.dtype),
+            _accuracy(predictions, target, ignore_index, reduction) if return_token_accuracy else None,
+            predictions if return_predicted_tokens else None,
+        )
+
+
+def liger_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+) -> Tensor | CrossEntropyOutput:
+    """`cross_entropy`, with the arguments of `torch.nn.functional.cross_entropy`. input: [N, V], target: [N]."""
+    return _output(
+        LigerCrossEntropyFunction.apply(
+            input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, return_z_loss,
+            return_token_accuracy, return_predicted_tokens,
+        )
+    )  # fmt: skip
+
+
+def liger_fused_linear_cross_entropy(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    ce_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    lse_square_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    reduction: Reduction = "mean",
+    softcap: float | None = None,
+    return_z_loss: bool = False,
+    accum_dtype: torch.dtype | None = None,
+    use_token_scaling: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    chunk_mem_const: int = 1,
+) -> Tensor | CrossEntropyOutput:
+    """`linear_cross_entropy`. input: [N, H], weight: [V, H], target: [N]."""
+    return _output(
+        LigerFusedLinearCrossEntropyFunction.apply(
+            input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
+            return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy, return_predicted_tokens,
+        )
+    )  # fmt: skip
+
+
+class LigerFusedLinearScaledCrossEntropyFunction:
+    """`linear_logprobs`: the negative log-probability of each token at a temperature, and its entropy if asked for."""
+
+    @staticmethod
+    def apply(
+        _input: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        temperature: float = 1.0,
+        ignore_index: int = -100,
+        m_tiles_per_cluster: int = 1,
+        return_entropy: bool = False,
+        selected_token_ids: None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """_input: [N, H], weight: [V, H], target: [N] → [N], or a pair of them."""
+        if selected_token_ids is not None:
+            raise ValueError("selected_token_ids is not provided: pass logits to strata_kernels.selective_log_softmax")
+        options: dict[str, Any] = {"temperature": temperature, "ignore_index": ignore_index}
+        if not return_entropy:
+            return -linear_logprobs(_input, weight, target, **options)
+        log_probs, entropy = linear_logprobs_with_entropy(_input, weight, target, **options)
+        return -log_probs, entropy
+
+
+class LigerCrossEntropyLoss(WithOptions):
+    """`liger_cross_entropy` with its options."""
+
+    function: Any = LigerCrossEntropyFunction
+    defaults = {  # noqa: RUF012
+        "weight": None, "ignore_index": -100, "lse_square_scale": 0.0, "label_smoothing": 0.0, "reduction": "mean",
+        "softcap": None, "return_z_loss": False, "return_token_accuracy": False, "return_predicted_tokens": False,
+    }  # fmt: skip
+
+    def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
+        """_input: [N, V], target: [N] → the loss, or `CrossEntropyOutput` if more is asked for."""
+        return _output(self.call(_input, target))
+
+
+class LigerFusedLinearCrossEntropyLoss(WithOptions):
+    """`liger_fused_linear_cross_entropy` with its options."""
+
+    function: Any = LigerFusedLinearCrossEntropyFunction
+    defaults = {  # noqa: RUF012
+        "ce_weight": None, "ignore_index": -100, "lse_square_scale": 0.0, "label_smoothing": 0.0, "reduction": "mean",
+        "softcap": None, "return_z_loss": False, "accum_dtype": None, "use_token_scaling": False,
+        "return_token_accuracy": False, "return_predicted_tokens": False,
+    }  # fmt: skip
+
+    def forward(
+        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
+    ) -> Tensor | CrossEntropyOutput:
+        """lin_weight: [V, H], _input: [N, H], target: [N] → the loss, or `CrossEntropyOutput` if more is asked for."""
+        return _output(self.call(_input, lin_weight, target, bias))
