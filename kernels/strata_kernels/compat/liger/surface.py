@@ -234,7 +234,10 @@ _INSTEAD = {
         "available_backends available_impls backends configure cute cutedsl cutile get_backend get_impl set_backend "
         "set_impl"
     ),
-    "your own, as these are helpers of Liger's kernels and tests": "env_report ops.utils testing",
+    "your own, as these are helpers of Liger's kernels and tests": (
+        "clip_coef_fn compute_routing_metadata env_report gemm_swiglu get_bucket_m get_gamma_weights get_num_warps "
+        "k3_loss_fn ops.utils sapo_loss_fn swiglu_backward_dGU swiglu_backward_dI testing"
+    ),
 }
 INSTEAD = {name: advice for advice, names in _INSTEAD.items() for name in names.split()}
 # The functions around a kernel, such as rms_norm_forward.
