@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from strata_platform.spec import RunSpec, load_spec
 from strata_platform.spec.load import SPEC_SUFFIXES, read_values
 from strata_platform.spec.overrides import OPTION
+from strata_platform.spec.stages import Stages, load_stages
 
 _OVERRIDES = f"{__name__}.overrides"
 _HELP = "Set a field of --{}, such as optimizer.lr=1e-5; the value is YAML. May be given several times."
@@ -38,6 +39,8 @@ def _reading_files(convert: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(value, str) and wanted is RunSpec:
             return load_spec(value, ctx.meta.get(_OVERRIDES, ()) if ctx else ())
         is_file = isinstance(value, str) and value.endswith(SPEC_SUFFIXES)
+        if is_file and wanted is Stages:
+            return load_stages(value)
         if is_file and isinstance(wanted, type) and issubclass(wanted, BaseModel):
             return wanted.model_validate(read_values(value))
         return convert(self, value, param, ctx)

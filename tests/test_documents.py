@@ -100,6 +100,8 @@ def test_blocks_of_yaml_are_valid(document):
                 continue
             if top == {"fields"}:
                 Grid.model_validate(value)
+            elif top == {"stages"}:
+                assert value["stages"] and all(file.endswith(".yaml") for file in value["stages"])
             elif top <= {*RunSpec.model_fields, INCLUDE}:
                 RunSpec.model_validate({name: section for name, section in value.items() if name != INCLUDE})
             else:

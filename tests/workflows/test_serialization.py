@@ -90,6 +90,12 @@ def test_names_are_those_of_the_modules(name, others):
     assert sent == others | {name} | FINETUNE
 
 
+def test_names_of_the_stages_are_those_of_its_modules():
+    """The stages themselves are known when they run."""
+    sent = set(sent_with(importlib.import_module("workflows.align").align))
+    assert sent == {"workflows.align.align", "workflows.align.run_stages", "tasks.align.check_stages"}
+
+
 def test_names_of_the_verification_are_those_of_its_modules():
     sent = set(sent_with(importlib.import_module("workflows.verify").verify))
     assert sent == {"workflows.verify.verify", "workflows.verify.verify_as_trained"}
@@ -104,7 +110,7 @@ def test_a_pod_imports_no_command_line_to_load_a_task():
 
 def test_every_workflow_is_looked_at():
     files = {path.stem for path in (ROOT / "workflows").glob("*.py")} - {"__init__"}
-    assert files == {"finetune", "pretrain", "scheduled", "sweep", "verify"}
+    assert files == {"align", "finetune", "pretrain", "scheduled", "sweep", "verify"}
 
 
 def test_a_failed_run_is_told_of_by_the_tenants_secret():

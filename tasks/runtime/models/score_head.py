@@ -42,8 +42,12 @@ def scores(model: nn.Module) -> bool:
 
 
 def initialize(model: PreTrainedModel, seed: int) -> None:
-    """Give the head random weights; transformers' own depend on what else was loaded before."""
+    """Give the head random weights, unless it is on the meta device; transformers' own depend on what else was loaded
+    before.
+    """
     weight = model.get_parameter(f"{SCORE}.weight")
+    if weight.is_meta:
+        return
     generator = torch.Generator().manual_seed(seed)
     std = getattr(model.config.get_text_config(), "initializer_range", 0.02)
     weight.data = (torch.randn(weight.shape, generator=generator) * std).to(weight.dtype)

@@ -76,6 +76,16 @@ def test_a_teacher_is_checked_by_its_own_field(tmp_path):
         require_complete_weights(spec.model, spec.objective)
 
 
+def test_the_folder_of_a_reward_model_needs_no_head_for_scores(tmp_path):
+    save(tmp_path)
+    spec = RunSpec(model={"name": str(tmp_path)}, objective={"type": "reward"}, data={"source": "a.jsonl"})
+    assert spec.model.head == "score"
+    require_complete_weights(spec.model, spec.objective)
+    save(tmp_path, num_hidden_layers=3)
+    with pytest.raises(ValueError, match="10 tensors are missing"):
+        require_complete_weights(spec.model, spec.objective)
+
+
 def test_an_exported_folder_without_a_layer_is_not_verified(tmp_path, monkeypatch):
     """The process that reads an export ends with this error, and the export shows it."""
     save(tmp_path, num_hidden_layers=3)

@@ -1,0 +1,69 @@
+"""Stages: files of specs, and the models that they use of each other."""
+
+import pytest
+
+from strata_platform.errors import SpecError
+from strata_platform.spec import RunSpec
+from strata_platform.spec.stages import Stages, load_stages, models_used, with_models
+
+
+@pytest.fixture
+def write(tmp_path):
+    def files(**texts):
+        for name, text in texts.items():
+            (tmp_path / f"{name}.yaml").write_text(text)
+        return tmp_path / "align.yaml"
+
+    return files
+
+
+SFT = "name: sft\noutput: /runs\n"
+DPO = "include: sft.yaml\nname: dpo\nmodel: {name: run:sft}\nobjective: {type: dpo}\ndata: {source: a.jsonl}\n"
+
+
+def test_files_are_read_as_specs_and_send_whole_values(write):
+    stages = load_stages(write(align="stages: [sft.yaml, dpo.yaml]", sft=SFT, dpo=DPO))
+    assert [(spec.name, spec.output) for spec in stages.stages] == [("sft", "/runs"), ("dpo", "/runs")]
+    assert list(models_used(stages.stages[1])) == [("model.name", "sft")]
+    assert Stages.model_validate_json(stages.model_dump_json()) == stages
+
+
+def test_models_take_the_place_of_their_stages():
+    spec = RunSpec(
+        model={"name": "run:small", "tokenizer": "run:large"},
+        objective={"type": "distill", "teacher": "run:large"},
+        data={"source": "a.jsonl"},
+    )
+    assert dict(models_used(spec)) == {
+        "model.name": "small", "model.tokenizer": "large", "objective.teacher": "large",
+    }  # fmt: skip
+    found = with_models(spec, {"small": "/runs/small/model", "large": "/runs/large/model"})
+    assert (found.model.name, found.model.tokenizer) == ("/runs/small/model", "/runs/large/model")
+    assert found.objective.teacher == "/runs/large/model" and not list(models_used(found))
+    # Values of a model that is not known yet stay.
+    assert with_models(spec, {"large": "x"}).model.name == "run:small"
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        ({"align": "stages: []"}, r"align\.yaml has 1 problem.*\n.*stages: must be a list of files"),
+        ({"align": "stages: [sft.yaml]\nname: x"}, "stages: must be a list of files"),
+        ({"align": "stages: [{name: a}]"}, "stages: must be a list of files"),
+        ({"align": "stages: [none.yaml]"}, r"none\.yaml"),
+        ({"align": "stages: [sft.yaml, dpo.yaml]", "dpo": DPO + "optimizer: {rl: 1}\n"},
+         r"stages\[1\]\.optimizer\.rl \(dpo\.yaml, line 6\): no such field"),
+        ({"align": "stages: [dpo.yaml, sft.yaml]"},
+         r"stages\[0\]\.model\.name: no stage before this one has the name 'sft'; there are none; given: run:sft"),
+        ({"align": "stages: [sft.yaml, sft.yaml]"}, r"stages\[1\]\.name: is that of stages\[0\]; give each its own"),
+    ],
+    ids=["none", "more", "inline", "missing", "mistake", "order", "name"],
+)  # fmt: skip
+def test_mistakes_are_told_with_their_stage_and_line(write, texts, said):
+    with pytest.raises(SpecError, match=said):
+        load_stages(write(**{"sft": SFT, "dpo": DPO, **texts}))
+
+
+def test_a_stage_may_not_use_itself():
+    with pytest.raises(SpecError, match=r"stages\[0\]\.model\.name: no stage before"):
+        Stages(stages=(RunSpec(name="a", model={"name": "run:a"}),)).require_order()
