@@ -139,11 +139,14 @@ _MEANINGS: dict[str, _Meaning] = {
         "give messages with weight 0, or labels of -100, instead",
     ),
     "images": _Meaning(_RAW, _is_given, "holds images", "give the row as a chat, by data.format 'alpaca' or messages"),
+    "audio": _Meaning((*_RAW, *CHATS), _is_given, "holds audio", "only texts and images are read"),
+    "videos": _Meaning((*_RAW, *CHATS), _is_given, "holds videos", "only texts and images are read"),
     "functions": _Meaning(CHATS, _is_given, "holds the tools of the chat", f"rename it to {TOOLS!r}"),
     "chat_template_kwargs": _Meaning(CHATS, _is_given, "changes how the chat is rendered", "drop the column"),
 }
 _SYNONYMS = {
-    "image": "images", "context": "input", "system_prompt": "system", "system_message": "system",
+    "image": "images", "audios": "audio", "video": "videos",
+    "context": "input", "system_prompt": "system", "system_message": "system",
     "kto_tag": "label", "loss": "train",
     "masks": "mask", "loss_mask": "mask", "completion_mask": "mask", "assistant_masks": "mask",
 }  # fmt: skip

@@ -21,6 +21,8 @@ from tasks.runtime.process.hub import asking_hub
 if TYPE_CHECKING:
     from PIL import Image
 
+# Sizes of pictures whose texts are kept.
+_REMEMBERED = 1024
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
@@ -110,6 +112,7 @@ class ImageProcessor:
         self.token_ids = {number for number in processor.image_token_ids if number is not None}
         self._special = set(tokenizer.convert_tokens_to_ids(list(special_tokens_of(tokenizer))))
         self._known: set[str] = set()
+        self._by_sizes: dict[tuple[tuple[int, int], ...], list[str]] = {}
 
     def save(self, folder: Path) -> None:
         """Write the processor with its tokenizer to a folder, for `AutoProcessor.from_pretrained`."""
@@ -117,6 +120,18 @@ class ImageProcessor:
 
     def replacements(self, pictures: list[Image.Image]) -> list[str]:
         """The text that stands for each picture of a chat in place of the placeholder."""
+        if "cross_attention_mask" in self._processor.model_input_names:
+            # Texts attend to images, which are no tokens of them.
+            return [self.placeholder] * len(pictures)
+        sizes = tuple(picture.size for picture in pictures)
+        if sizes not in self._by_sizes:
+            if len(self._by_sizes) == _REMEMBERED:
+                self._by_sizes.clear()
+            self._by_sizes[sizes] = self._replacements(pictures)
+        return self._by_sizes[sizes]
+
+    def _replacements(self, pictures: list[Image.Image]) -> list[str]:
+        """They depend on the sizes of the pictures alone, and the processor takes milliseconds to make their pixels."""
         # The tokenizer, which encodes all rows, would remember a padding.
         encoded = self._processor(
             images=[pictures],

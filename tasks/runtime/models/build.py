@@ -34,6 +34,7 @@ from tasks.runtime.data import PreparedData
 from tasks.runtime.data.tokenizer import read_tokenizer, with_added_tokens
 from tasks.runtime.models.activation_checkpointing import checkpoint_activations
 from tasks.runtime.models.attention_choice import choose_attention, missing_sdpa, unsupported_attention
+from tasks.runtime.models.cross_attention import attend_to_own_images
 from tasks.runtime.models.custom_code import register_custom_code
 from tasks.runtime.models.image_masks import mask_images
 from tasks.runtime.models.pretrained import load_pretrained, readable
@@ -201,6 +202,7 @@ def support_packed_rows(model: PreTrainedModel) -> None:
     isolate_sequences(model)
     mask_sequences(model)
     mask_images(model)
+    attend_to_own_images(model)
 
 
 def use_no_cache(model: PreTrainedModel) -> None:
@@ -325,6 +327,9 @@ def require_embeddings(model: Model, data: PreparedData) -> None:
     tokenizer, name = data.tokenizer(), model.name
     # A multimodal model has its text configuration in a part of its own.
     embedded = load_config(model).get_text_config().vocab_size
+    if max(tokenizer.get_vocab().values()) >= embedded:
+        # Llama 3.2 Vision embeds some tokens more than it predicts.
+        embedded = max(embedded, build_model_on_meta(model).get_input_embeddings().weight.shape[0])
     others = {number: token for token, number in tokenizer.get_vocab().items() if number >= embedded}
     if others.keys() - tokenizer.added_tokens_decoder.keys():
         raise ValueError(

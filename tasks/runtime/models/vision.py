@@ -32,6 +32,11 @@ from tasks.runtime.data.dataset import (
 )
 from tasks.runtime.data.image_files import open_picture
 from tasks.runtime.data.image_processor import ImageProcessor, saved_processor
+from tasks.runtime.models.cross_attention import (
+    cross_attention_inputs,
+    cross_attention_layers,
+    has_cross_attention,
+)
 from tasks.runtime.models.image_masks import sees_later_tokens, types_are_prompts
 
 if TYPE_CHECKING:
@@ -46,11 +51,6 @@ IMAGE_PACKING = frozenset((
     "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
 ))  # fmt: skip
 """Families that are known to keep the sequences of a packed row apart, with their images."""
-
-
-_UNSUPPORTED = {
-    "mllama": "attends to images by masks that are not made here",
-}
 
 
 def is_multimodal(config: PretrainedConfig) -> bool:
@@ -83,11 +83,6 @@ def require_image_support(spec: RunSpec, data: PreparedData) -> None:
             "the column of images in data.ignore_columns"
         )
     config = AutoConfig.from_pretrained(spec.model.name, revision=spec.model.revision, trust_remote_code=False)
-    if reason := _UNSUPPORTED.get(config.model_type):
-        raise ValueError(
-            f"model.name {spec.model.name!r} is of type {config.model_type}, which {reason}; choose another model, or "
-            "name the column of images in data.ignore_columns"
-        )
     packing = data.manifest.packing
     if (packing or data.manifest.format in PREFERENCES) and config.model_type not in IMAGE_PACKING:
         field = "data.packing is true" if packing else f"objective.type {spec.objective.type!r} shares rows"
@@ -115,6 +110,7 @@ def beyond_text(model: PreTrainedModel) -> list[nn.Parameter]:
         return []
     parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
     reached = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
+    reached -= {id(parameter) for layer in cross_attention_layers(model) for parameter in layer.parameters()}
     return [parameter for parameter in model.parameters() if id(parameter) not in reached]
 
 
@@ -151,7 +147,7 @@ class _Collator:
     ) -> None:
         self._collate, self._processor, self._rope_index = collate, processor, rope_index
         self._dtype = model.dtype
-        self._prompts = types_are_prompts(model.config)
+        self._prompts, self._crosses = types_are_prompts(model.config), has_cross_attention(model.config)
         self._blank: tuple[Tensor, Tensor] | None = None
         self._accepted = set(inspect.signature(original_class(model).forward).parameters)
         self._rope_takes = set(inspect.signature(rope_index).parameters) if rope_index else set()
@@ -168,6 +164,8 @@ class _Collator:
         if self._rope_index is not None:
             rows = self._with_rope_positions(rows, inputs)
         batch = self._collate([{name: row[name] for name in row if name not in IMAGE_COLUMNS} for row in rows])
+        if self._crosses and self._processor is not None:
+            inputs = cross_attention_inputs(inputs, batch["input_ids"], self._processor.image_ids[0])
         for name, tensor in inputs.items():
             if name in self._accepted:
                 floating = isinstance(tensor, Tensor) and tensor.is_floating_point()
@@ -251,6 +249,8 @@ def sample_inputs(processor: ImageProcessor, model: PreTrainedModel, ids: Tensor
     """What `model` takes beside `ids` [1, T] to continue a prompt with images, on its device."""
     accepted = set(inspect.signature(original_class(unwrap(model)).forward).parameters)
     inputs = processor.inputs([[open_picture(image) for image in images]])
+    if has_cross_attention(model.config):
+        inputs = cross_attention_inputs(inputs, ids.cpu(), processor.image_ids[0])
     stands = torch.isin(ids.cpu(), torch.tensor(processor.image_ids)).long()
     if types_are_prompts(model.config):
         stands = torch.zeros_like(stands)

@@ -6,6 +6,7 @@ from functools import cache
 from importlib.util import find_spec
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -494,6 +495,41 @@ def llama4(folder, *, hidden=64, seed=0):
     return _saved(folder, Llama4ForConditionalGeneration, config, processor, seed)
 
 
+def mllama(folder, *, hidden=64, seed=0):
+    from transformers import MllamaConfig, MllamaForConditionalGeneration
+    from transformers.models.mllama.image_processing_mllama import MllamaImageProcessor
+    from transformers.models.mllama.image_processing_mllama import get_all_supported_aspect_ratios as shapes
+    from transformers.models.mllama.processing_mllama import MllamaProcessor
+
+    # The token of images is the last one: it is embedded, and not predicted.
+    tokenizer = tokenizer_with(("<|python_tag|>",), "<|image|>")
+    tokenizer.bos_token = "<|im_start|>"
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image|>"]})
+    processor = MllamaProcessor(
+        image_processor=MllamaImageProcessor(size={"height": 16, "width": 16}, max_image_tiles=4),
+        tokenizer=tokenizer,
+        chat_template=tokenizer.chat_template,
+    )
+    image = tokenizer.convert_tokens_to_ids("<|image|>")
+    sizes = text_sizes(tokenizer, hidden, layers=3, cross_attention_layers=[1], vocab_size=image, bos_token_id=1)
+    config = MllamaConfig(
+        text_config={**sizes, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        vision_config={
+            "hidden_size": 32, "num_hidden_layers": 2, "num_global_layers": 1, "attention_heads": 2,
+            "intermediate_size": 64, "vision_output_dim": 64, "image_size": 16, "patch_size": 4, "max_num_tiles": 4,
+            "intermediate_layers_indices": [0], "supported_aspect_ratios": [list(one) for one in shapes(4)],
+        },
+        image_token_index=image,
+    )  # fmt: skip
+    saved = _saved(folder, MllamaForConditionalGeneration, config, processor, seed)
+    # Its gates begin at zero.
+    weights = load_file(saved / "model.safetensors")
+    gates = {name: tensor + 0.5 for name, tensor in weights.items() if "gate" in name and tensor.numel() == 1}
+    assert gates
+    save_file(weights | gates, saved / "model.safetensors", metadata={"format": "pt"})
+    return saved
+
+
 def smolvlm(folder, *, hidden=64, seed=0):
     from transformers import LlamaConfig, SmolVLMConfig, SmolVLMForConditionalGeneration
     from transformers.models.smolvlm.image_processing_smolvlm import SmolVLMImageProcessor
@@ -530,7 +566,7 @@ FAMILIES = {
     family.__name__: family
     for family in (
         qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, glm4v, gemma3, llava, llava_onevision, idefics3, internvl,
-        pixtral, mistral3, gemma4, paligemma, llama4,
+        pixtral, mistral3, gemma4, paligemma, llama4, mllama,
     )
 }  # fmt: skip
 # Its processor needs this package, for videos.

@@ -2,21 +2,26 @@
 
 import json
 import random
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit
+from PIL import Image
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForImageTextToText, AutoProcessor, PaliGemmaProcessor
 
 from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.kernels import Kernels
 from strata_platform.spec.model import Lora
-from tasks.runtime.data import collate, collate_flat, fingerprint, prepare
-from tasks.runtime.data.dataset import IMAGE_COLUMNS
+from tasks.runtime.data import PreparedData, collate, collate_flat, fingerprint, prepare
+from tasks.runtime.data.dataset import IMAGE_COLUMNS, TOKENIZER
 from tasks.runtime.data.image_files import open_picture
+from tasks.runtime.data.image_processor import saved_processor
 from tasks.runtime.data.loader import training_loader
-from tasks.runtime.models.build import build_model, move_to_device
+from tasks.runtime.models.build import build_model, move_to_device, require_embeddings
+from tasks.runtime.models.cross_attention import has_cross_attention
 from tasks.runtime.models.lora import add_adapter
 from tasks.runtime.models.quantization import quantize_linear_layers
 from tasks.runtime.models.varlen_attention import (
@@ -137,8 +142,10 @@ def test_a_step_has_the_loss_and_gradients_of_plain_transformers(family, which, 
 
 
 def test_rows_of_a_batch_do_not_change_each_other(family):
-    """Padded to the longest row, with images of other sizes beside them, each row has the logits that it has alone."""
-    _, _, spec, data = family
+    """Padded to the longest row, with images of other sizes beside them, each row has the logits that it has alone; a
+    row without images those of plain transformers.
+    """
+    name, folder, spec, data = family
     model = build_model(spec.model, spec.seed).eval()
     rows = by_images(data)
     together = with_model_inputs(collate, model, data)
@@ -147,6 +154,10 @@ def test_rows_of_a_batch_do_not_change_each_other(family):
         alone = model(**model_inputs(together([row]))).logits[0]
         length = row["input_ids"].numel()
         torch.testing.assert_close(logits[index, :length], alone[:length], rtol=1e-4, atol=1e-5)
+    text = rows[1]
+    prompt = {"token_type_ids": (text["labels"] > 0).long()[None]} if name == "paligemma" else {}
+    plain = AutoModelForImageTextToText.from_pretrained(folder).eval()(input_ids=text["input_ids"][None], **prompt)
+    torch.testing.assert_close(logits[1, : text["labels"].numel()], plain.logits[0], rtol=1e-4, atol=1e-5)
 
 
 def packed(rows):
@@ -164,6 +175,8 @@ def test_chats_of_a_packed_row_are_kept_apart(family):
     model = build_model(spec.model, spec.seed).eval()
     rows = by_images(data)
     made = with_model_inputs(collate, model, data)
+    if has_cross_attention(model.config):
+        pytest.skip("tokens before an image attend to all images of a row")
     inputs = model_inputs(made([packed(rows)]))
     logits = model(**inputs).logits[0]
     ends = torch.tensor([row["input_ids"].numel() for row in rows]).cumsum(0).tolist()
@@ -270,18 +283,32 @@ def test_adapters_on_four_bit_weights_learn_as_on_what_these_hold(family):
             torch.testing.assert_close(layer.lora_B["default"].weight.grad, given, rtol=1e-3, atol=1e-5, msg=path)
 
 
-def test_flash_attention_is_refused_where_only_masks_tell_images(tmp_path):
-    folder = FAMILIES["gemma3"](tmp_path / "model")
-    rows_of(tmp_path, "gemma3")
-    spec = RunSpec.model_validate({
-        "model": {"name": str(folder)},
-        "data": {"source": str(tmp_path / "rows.jsonl"), "packing": False, "validation_fraction": 0},
-    })  # fmt: skip
-    data = prepare(DataRecipe.from_spec(spec, fingerprint(spec)), tmp_path / "data", report=print)
+def test_what_a_family_does_not_support_is_refused_with_the_way_out(family):
+    name, _, spec, data = family
     require_image_support(spec, data)
-    spec = spec.model_copy(update={"model": spec.model.model_copy(update={"attention": "flash_attention_2"})})
-    with pytest.raises(ValueError, match=r"model\.attention 'flash_attention_2': gemma3 .* set model\.attention to"):
-        require_image_support(spec, data)
+    require_embeddings(spec.model, data)
+    flash = spec.model_copy(update={"model": spec.model.model_copy(update={"attention": "flash_attention_2"})})
+    tells = name in ("gemma3", "gemma4", "paligemma")
+    message = rf"model\.attention 'flash_attention_2': {name} .* set model\.attention to 'auto'"
+    with pytest.raises(ValueError, match=message) if tells else nullcontext():
+        require_image_support(flash, data)
+    together = PreparedData(data.folder, replace(data.manifest, packing=True))
+    message = "data.packing is true, but model.name .* is of type mllama.*; set data.packing to false"
+    with pytest.raises(ValueError, match=message) if name == "mllama" else nullcontext():
+        require_image_support(spec, together)
+
+
+def test_the_tokens_of_an_image_depend_on_its_size_alone(family):
+    """Preparation runs the processor once for each size."""
+    _, _, _, data = family
+    processor = saved_processor(data.folder / TOKENIZER, data.tokenizer())
+    draw = random.Random(2)
+    for sizes in ((40,), (16,), (40, 16)):
+        drawn = [picture("cross", draw, size) for size in sizes]
+        first = processor.replacements([Image.new("RGB", (size, size)) for size in sizes])
+        assert processor.replacements(drawn) == first
+        again = saved_processor(data.folder / TOKENIZER, data.tokenizer())
+        assert again.replacements(drawn) == first
 
 
 def test_other_processes_make_the_same_batches(tmp_path):
