@@ -1,6 +1,7 @@
 """Experts spread over processes: the numbers, checkpoints and export of one process; what cannot be is refused."""
 
 import signal
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -28,20 +29,21 @@ pytestmark = pytest.mark.usefixtures("narrowed")
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 SPLIT = {"expert_parallel": 2}
 ROUNDED = {"model": {"dtype": "bfloat16"}}
-FROZEN = {"adapter": {"type": "lora", "r": 4}}
-ADAPTED = {"adapter": {"type": "lora", "r": 4, "target_parameters": ["gate_up_proj", "down_proj"]}}
+LORA = {"type": "lora", "r": 4, "target_parameters": ["gate_up_proj", "down_proj"]}
 
-# What is trained: a balanced mixture, weights in bfloat16 with exact updates, adapters beside experts and of experts.
-KINDS = {"balanced": {}, "rounded": ROUNDED, "frozen": FROZEN, "adapted": ADAPTED}
+# What is trained: a balanced mixture, weights in bfloat16 with exact updates, adapters of experts.
+KINDS = {"balanced": {}, "rounded": ROUNDED, "adapted": {"adapter": LORA}}
 # Kind, framework, other settings.
 CELLS = {
     "hf": ("balanced", "hf", {"training": {"gradient_checkpointing": "full"}}),
     "lightning": ("balanced", "lightning", {}),
     "torch": ("balanced", "torch", {"training": {"gradient_checkpointing": "per_op"}}),
     "rounded": ("rounded", "torch", {}),
-    "frozen": ("frozen", "hf", {}),
-    "adapted": ("adapted", "torch", {"training": {"gradient_checkpointing": "full"}}),
+    "adapted": ("adapted", "hf", {"training": {"gradient_checkpointing": "full"}}),
 }
+if find_spec("bitsandbytes") is not None:
+    KINDS["packed"] = {"adapter": {**LORA, "quantization": "nf4"}}
+    CELLS["packed"] = ("packed", "torch", {})
 
 
 def spec_of(output, name, kind, framework="torch", processes=1, training=None, **parallel):
@@ -167,7 +169,6 @@ def test_killed_and_started_again_it_computes_the_same_bits(split):
         ({"kernels": {"enabled": False}}, "needs the fused operator 'experts'"),
         ({"kernels": {"exclude": ["experts"]}}, "needs the fused operator 'experts'"),
         ({"training": {"compile": True}}, "breaks the graph of a layer; set training.compile to false"),
-        ({"adapter": {"type": "lora", "quantization": "nf4"}}, "set .* adapter.quantization to 'none'"),
         ({"parallel": {"type": "ddp"}}, "a field of type 'fsdp' alone"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),

@@ -40,14 +40,14 @@ def experts_forward(original: Forward, recipe: Experts) -> Forward:
         max_slots: int | None = None,
     ) -> Tensor:
         adapters = adapters or {}
-        if hasattr(self, "local_weight"):
-            return compute(self, hidden_states, top_k_index, top_k_weights, adapters, self.local_weight, max_slots)
         if hasattr(self, "restore_weight"):
-            inputs = (self, hidden_states, top_k_index, top_k_weights, adapters, self.restore_weight)
+            inputs = (self, hidden_states, top_k_index, top_k_weights, adapters, self.restore_weight, max_slots)
             if not torch.is_grad_enabled():
                 return compute(*inputs)
             restored: Tensor = checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)
             return restored
+        if hasattr(self, "local_weight"):
+            return compute(self, hidden_states, top_k_index, top_k_weights, adapters, self.local_weight, max_slots)
         if any(is_dtensor(getattr(self, name)) for name in (recipe.gate_up, recipe.down)):
             if adapters:
                 raise ValueError("adapters of experts need whole weights, and a strategy has split these")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from strata_platform.spec.model import PRESETS, Lora
+from strata_platform.spec.model import PRESETS
 from strata_platform.spec.problems import Contradiction
 
 if TYPE_CHECKING:
-    from strata_platform.spec.run_spec import Adapter, Parallel, RunSpec, Topology
+    from strata_platform.spec.run_spec import Parallel, RunSpec, Topology
 
 _FIELD = "parallel.expert_parallel"
 
@@ -20,7 +20,6 @@ def expert_rules(spec: RunSpec) -> Iterator[Contradiction]:
     if ways == 1:
         return
     yield from _shape(spec.parallel, spec.topology)
-    yield from _adapter(spec.adapter, ways)
     yield Contradiction(
         spec.model.name in PRESETS,
         (_FIELD, "model.name"),
@@ -56,15 +55,4 @@ def _shape(parallel: Parallel, topology: Topology) -> Iterator[Contradiction]:
         f"{ways} does not divide the {processes // replicas} processes of topology.nproc_per_node x topology.nnodes"
         + (f" in each of parallel.replicas {replicas}" if replicas > 1 else "")
         + "; set it to a divisor",
-    )
-
-
-def _adapter(adapter: Adapter, ways: int) -> Iterator[Contradiction]:
-    if not isinstance(adapter, Lora):
-        return
-    yield Contradiction(
-        adapter.quantization != "none",
-        (_FIELD, "adapter.quantization"),
-        f"{ways} splits weights by experts, but adapter.quantization '{adapter.quantization}' packs those of all "
-        f"experts together; set {_FIELD} to 1, or adapter.quantization to 'none'",
     )

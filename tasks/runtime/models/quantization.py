@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from strata_kernels.patch.discover import plain_pytorch
@@ -35,8 +36,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Weights that share a scale.
-_BLOCK = 64
+NF4_BLOCK = 64
+"""Weights that share a scale."""
+
 _KIND: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": True}
 
 
@@ -48,8 +50,11 @@ weight.
 
 @dataclass
 class _PackedWeight:
-    """A weight of experts; its scales, once there are some. Of one that moves to a device, bitsandbytes keeps them."""
+    """A weight of experts [E, ...]; its scales, once there are some. Of one that moves to a device, bitsandbytes keeps
+    them.
+    """
 
+    shape: torch.Size
     quant_storage: torch.dtype
     quant_state: Any = None
 
@@ -62,10 +67,32 @@ class _Restore:
     dtype: torch.dtype
     weights: dict[str, _PackedWeight]
 
+    @property
+    def count(self) -> int:
+        """How many experts there are."""
+        return next(iter(self.weights.values())).shape[0]
+
+    def keep_scales(self, begin: int, count: int) -> None:
+        """Keep the scales of `count` experts from number `begin` on, exact ones, for a rank that has only these."""
+        from bitsandbytes.functional import QuantState, dequantize_blockwise
+
+        for weight in self.weights.values():
+            state = weight.quant_state
+            exact = dequantize_blockwise(state.absmax, state.state2) + state.offset
+            own = exact.view(state.shape[0], -1)[begin : begin + count].flatten()
+            weight.quant_state = QuantState(
+                own.float(),
+                shape=torch.Size((count, *state.shape[1:])),
+                **{name: getattr(state, name) for name in ("code", "blocksize", "quant_type", "dtype")},
+            )
+
     def __call__(self, name: str) -> Tensor:
         from bitsandbytes.functional import dequantize_4bit
 
         packed: Any = getattr(self.experts, name)
+        if isinstance(packed, DTensor):
+            # Under expert parallelism: of the experts that this rank has.
+            packed = packed.to_local()
         if packed.is_meta or not getattr(packed, "bnb_quantized", True):
             # While kernels are planned, or before the model moves to its device.
             exact: Tensor = packed.data
@@ -91,9 +118,9 @@ def quantize_linear_layers(model: PreTrainedModel, spec: RunSpec) -> Iterator[No
     for path, layer in list(model.named_modules()):
         if type(layer) is not nn.Linear or layer in exact:
             continue
-        if layer.weight.numel() % _BLOCK:
+        if layer.weight.numel() % NF4_BLOCK:
             log.warning(
-                "adapter.quantization: %s is not quantized, because its size is not a multiple of %d", path, _BLOCK
+                "adapter.quantization: %s is not quantized, because its size is not a multiple of %d", path, NF4_BLOCK
             )
             continue
         parent, _, name = path.rpartition(".")
@@ -130,7 +157,7 @@ def _linear_4bit(layer: nn.Linear, dtype: torch.dtype, storage: torch.dtype = to
         device="meta",
         **settings,
     )
-    packed.weight = Params4bit(layer.weight.data, requires_grad=False, blocksize=_BLOCK, module=packed, **settings)
+    packed.weight = Params4bit(layer.weight.data, requires_grad=False, blocksize=NF4_BLOCK, module=packed, **settings)
     packed.bias = layer.bias
     return packed
 
@@ -147,7 +174,7 @@ def _pack_experts(model: PreTrainedModel, exact: set[Any], dtype: torch.dtype, s
         if not has_experts(module) or module in whole:
             continue
         weights = {name: p for name, p in module.named_parameters(recurse=False) if p.dim() == 3}
-        reason = "its size is no multiple of 64" if any(p.numel() % _BLOCK for p in weights.values()) else None
+        reason = "its size is no multiple of 64" if any(p.numel() % NF4_BLOCK for p in weights.values()) else None
         try:
             with plain_pytorch():
                 prove_experts(module)
@@ -156,10 +183,11 @@ def _pack_experts(model: PreTrainedModel, exact: set[Any], dtype: torch.dtype, s
         if reason is not None:
             log.warning("adapter.quantization: %s is not quantized: %s", path, reason)
             continue
-        vars(module)["restore_weight"] = _Restore(module, dtype, {name: _PackedWeight(storage) for name in weights})
+        scales = {name: _PackedWeight(weight.shape, storage) for name, weight in weights.items()}
+        vars(module)["restore_weight"] = _Restore(module, dtype, scales)
         settings = {**_KIND, "quant_storage": storage}
         for name, weight in weights.items():
-            packed = Params4bit(weight.data, requires_grad=False, blocksize=_BLOCK, **settings)
+            packed = Params4bit(weight.data, requires_grad=False, blocksize=NF4_BLOCK, **settings)
             setattr(module, name, packed)
 
 
@@ -193,7 +221,7 @@ def quantize_weight(layer: Linear4bit | _PackedWeight, exact: Tensor) -> Tensor:
     from bitsandbytes.functional import quantize_4bit
 
     packed: Tensor
-    packed, layer.quant_state = quantize_4bit(exact, blocksize=_BLOCK, quant_storage=layer.quant_storage, **_KIND)
+    packed, layer.quant_state = quantize_4bit(exact, blocksize=NF4_BLOCK, quant_storage=layer.quant_storage, **_KIND)
     return packed
 
 

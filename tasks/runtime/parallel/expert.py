@@ -26,6 +26,7 @@ from strata_kernels.patch.discover_experts import has_experts
 from strata_kernels.patch.structure import original_class
 from strata_platform.spec import RunSpec
 from tasks.runtime.models.build import build_model_on_meta, patch
+from tasks.runtime.models.quantization import NF4_BLOCK
 from tasks.runtime.parallel.collectives import Group
 from tasks.runtime.parallel.parallel_linear import shard_parameters
 
@@ -55,6 +56,11 @@ def require_expert_parallel_support(spec: RunSpec) -> None:
     shards = spec.model_shards // ways
     for experts in modules:
         for parameter in experts.parameters(recurse=False):
+            if spec.packs_experts and parameter.dim() == 3 and parameter[0].numel() % NF4_BLOCK:
+                raise ValueError(
+                    f"{field} splits packed weights by experts, but an expert has {parameter[0].numel()} weights, no "
+                    f"multiple of {NF4_BLOCK}; set parallel.expert_parallel to 1, or adapter.quantization to 'none'"
+                )
             dimension = shard_dimension(parameter, ways, shards)
             if dimension != 0 and spec.optimizer.type == "adamw_8bit":
                 raise ValueError(
@@ -92,7 +98,7 @@ def patched_experts(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if has_experts(module) and original_class(module) is not type(module)]
 
 
-def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
+def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> list[ParallelExperts]:
     """Split the experts of `model`, which is on the meta device and patched, over `mesh`, which has one dimension.
 
     Only their classes change: names, hooks and the state dict stay.
@@ -103,11 +109,11 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]
     modules: list[Any] = patched_experts(model)
     longest = _Longest()
     for number, experts in enumerate(modules):
-        parameters = list(experts.parameters(recurse=False))
+        parameters, packed = list(experts.parameters(recurse=False)), vars(experts).get("restore_weight")
         cls: Any = type(experts)
         experts.__class__ = _parallel(cls)
         experts.group, experts.longest, experts.is_first = Group.of(mesh), longest, number == 0
-        experts.count = parameters[0].shape[0] // mesh.size()
+        experts.count = (packed.count if packed else parameters[0].shape[0]) // mesh.size()
         experts.begin = mesh.get_local_rank() * experts.count
         shard_parameters(experts, mesh, [Shard(0)] * len(parameters))
     return modules
@@ -127,7 +133,7 @@ class _Longest:
         self.tokens = int(most)
 
 
-class _ParallelExperts(nn.Module):
+class ParallelExperts(nn.Module):
     """The part of a module of experts that one rank has."""
 
     group: Group
@@ -136,6 +142,7 @@ class _ParallelExperts(nn.Module):
     # How many experts are here, and the number of the first one.
     count: int
     begin: int
+    restore_weight: Any
 
     def local_weight(self, name: str) -> Tensor:
         """The part of a weight or bias. Its gradient is divided by the ranks of the group."""
@@ -144,6 +151,11 @@ class _ParallelExperts(nn.Module):
         # FSDP averages over ranks that have the same experts, and the loss is scaled for an average over all.
         local: Tensor = _ScaleGradient.apply(weight.to_local(), 1 / self.group.size)
         return local
+
+    def keep_scales(self) -> None:
+        """Of packed weights, once they are there: keep the scales of this rank's experts."""
+        if "restore_weight" in vars(self):
+            self.restore_weight.keep_scales(self.begin, self.count)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **options: Any) -> Tensor:
         """[T, H], [T, K], [T, K] → [T, H]."""
@@ -176,7 +188,7 @@ class _ParallelExperts(nn.Module):
 
 @cache
 def _parallel(cls: Any) -> Any:
-    return type(cls.__name__, (_ParallelExperts, cls), {"__module__": cls.__module__})
+    return type(cls.__name__, (ParallelExperts, cls), {"__module__": cls.__module__})
 
 
 def _padded(x: Tensor, more: int, value: int = 0) -> Tensor:

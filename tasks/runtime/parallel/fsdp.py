@@ -69,8 +69,10 @@ class Fsdp(BaseStrategy):
             apply_context_parallel(model, self._context_mesh, self._processes, method)
         if self._tensor_mesh is not None:
             apply_tensor_parallel(model, self._tensor_mesh, whole_logits=not self._fused_loss)
+        split = []
         if self._experts_mesh is not None:
-            for experts in apply_expert_parallel(model, self._experts_mesh["expert"]):
+            split = apply_expert_parallel(model, self._experts_mesh["expert"])
+            for experts in split:
                 self._shard_experts(experts, self._experts_mesh)
         for layer in layers:
             self._shard(layer, reshard_after_forward=self._settings.reshard_after_forward)
@@ -81,6 +83,8 @@ class Fsdp(BaseStrategy):
         materialize(model, torch.device("cpu") if self._settings.cpu_offload else device, buffers_on=device)
         if not weights_loaded_later:
             self._broadcast_weights(model, whole, packed)
+            for experts in split:
+                experts.keep_scales()
         return model
 
     def backward_pass(self, wrapped: nn.Module, *, last: bool) -> AbstractContextManager[None]:
