@@ -188,6 +188,8 @@ IDS = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(3))
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]])
 ADVANTAGES = torch.tensor([1.5, -0.7, 0.4])
 OLD, REFERENCE = -3 + 0.5 * rand(B, T, seed=4), -3 + 0.5 * rand(B, T, seed=5)
+# What stands where there is no token must not overflow.
+OLD[0, 3], REFERENCE[1, 2:] = -500.0, 500.0
 SAMPLING = torch.tensor([0.5, 1.2, 0.9])
 POLICIES = {
     "grpo": {"loss_type": "grpo"},
@@ -205,7 +207,7 @@ POLICIES = {
 def formula(log_p: Tensor, o: dict) -> tuple[Tensor, Tensor, Tensor]:
     """(the loss, means of the divergence and of what is cut off) in the words of the papers."""
     kind, high = o.get("loss_type", "dapo"), o.get("epsilon_high", 0.2)
-    difference = log_p - OLD
+    difference = (log_p - OLD).where(MASK > 0, 0.0)
     if o.get("importance_sampling_level") == "sequence":
         difference = ((difference * MASK).sum(1) / MASK.sum(1))[:, None].expand(B, T)
     ratio, advantage = difference.exp(), ADVANTAGES[:, None]
@@ -224,7 +226,8 @@ def formula(log_p: Tensor, o: dict) -> tuple[Tensor, Tensor, Tensor]:
         terms = -torch.minimum(bounded * advantage, ratio.clamp(0.8, 1 + high) * advantage)
         cut = ((ratio < 0.8) & (advantage < 0)) | ((ratio > 1.2) & (advantage > 0))
     terms = terms if kind == "vespo" else terms * SAMPLING[:, None]
-    kl = (REFERENCE - log_p).exp() - (REFERENCE - log_p) - 1
+    further = (REFERENCE - log_p).where(MASK > 0, 0.0)
+    kl = further.exp() - further - 1
     kl = kl * ratio if o.get("use_bias_correction_kl") else kl
     terms = (terms + 0.04 * kl) * MASK
     loss = {

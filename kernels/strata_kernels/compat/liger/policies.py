@@ -152,6 +152,11 @@ def _figures(terms: _Terms, mask: Tensor, policy: _Policy) -> tuple[Tensor, ...]
     return tuple((values.detach() * mask).sum() / mask.sum().clamp(min=1) for values in shown)
 
 
+def _where_masked(values: Tensor | None, log_probs: Tensor, mask: Tensor) -> Tensor | None:
+    """Log-probabilities of another policy, those of this one where the mask leaves tokens out: a ratio of 1 there."""
+    return None if values is None else values.float().where(mask.bool(), log_probs.detach())
+
+
 def _sampling(ratio: Tensor | None, shape: torch.Size) -> Tensor | None:
     """[B, 1] or [B, T] of a ratio that may be [B], too."""
     if ratio is None:
@@ -197,8 +202,11 @@ class LigerFusedLinearGRPOFunction:
             )
             with torch.no_grad():
                 reference = linear_logprobs(ref_input, ref_weight, target, bias=ref_bias, temperature=temperature)
+        old = old_per_token_logps
+        if loss_type != "luspo":
+            reference, old = (_where_masked(t, log_probs, mask) for t in (reference, old))
         sampling = _sampling(vllm_is_ratio, mask.shape)
-        terms = _terms(log_probs, mask, advantages.float(), reference, old_per_token_logps, sampling, policy)
+        terms = _terms(log_probs, mask, advantages.float(), reference, old, sampling, policy)
         return _reduced(terms.loss, mask, policy), _figures(terms, mask, policy)
 
 
@@ -271,7 +279,8 @@ def triton_grpo_loss(
     log_probs = selective_log_softmax(logits[:, :-1], completion_ids, temperature=temperature)
     mask = torch.ones_like(log_probs) if completion_mask is None else completion_mask.float()
     sampling = _sampling(vllm_is_ratio, mask.shape)
-    terms = _terms(log_probs, mask, advantages.float(), ref_logp, old_logp, sampling, policy)
+    reference, old = (_where_masked(t, log_probs, mask) for t in (ref_logp, old_logp))
+    terms = _terms(log_probs, mask, advantages.float(), reference, old, sampling, policy)
     if reduce:
         return _reduced(terms.loss * mask, mask, policy), list(_figures(terms, mask, policy))
     return terms.loss * mask, (terms.kl.detach() * mask if beta else None), terms.clipped * mask
