@@ -49,7 +49,8 @@ def prepare_folder(folder: Path, layers: int, vocabulary: int) -> None:
     tokenizer = prepare(recipe, data_folder(spec.output, recipe), report=lambda line: None).tokenizer()
     ids = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     shape = {"num_hidden_layers": layers, "vocab_size": vocabulary, **ids}
-    build(torch.device("cpu"), torch.bfloat16, patched=False, **shape).save_pretrained(folder / "model")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    build(device, torch.bfloat16, patched=False, **shape).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     generator = torch.Generator().manual_seed(0)
     choices = torch.randint(len(WORDS), (20 * PROMPTS, 60), generator=generator).tolist()

@@ -25,7 +25,7 @@ SLOW = (
     "runtime/checkpoint/test_storage", "runtime/checkpoint/test_upload", "runtime/test_same_as_trl",
     "runtime/verification/test_verification", "runtime/test_mixed_sources", "runtime/test_evaluation_in_training",
     "runtime/test_frozen_weights", "runtime/test_learning_from_images", "runtime/test_adapter_runs",
-    "runtime/test_experts", "runtime/test_plugins",
+    "runtime/test_experts", "runtime/test_plugins", "runtime/test_policy_optimization", "runtime/test_grpo_learns",
 )  # fmt: skip
 
 

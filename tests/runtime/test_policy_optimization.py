@@ -17,6 +17,7 @@ from tasks.runtime.models.trained_weights import collect_weights
 from tasks.runtime.objectives.rollout import Rollout
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tasks.runtime.run_folder.metrics_file import read_evaluations, read_points
+from tasks.runtime.warmup.plan import plan_kernels
 from tests.runtime.helpers import own_rewards
 from tests.runtime.helpers.comparable_runs import curve, file_of
 from tests.runtime.helpers.pretrained_folder import save_pretrained
@@ -248,3 +249,11 @@ def test_a_column_that_a_reward_needs_is_missed_before_training(output):
     rewards = [{"function": "numeric", "arguments": {"column": "solution"}}]
     with pytest.raises(ValueError, match=r"rewards\[0\]: 'numeric' needs the column 'solution'"):
         train_spec(spec_of(output, "missing", {"rewards": rewards}))
+
+
+@pytest.mark.parametrize("options", [{}, {"beta": 0.1, "num_iterations": 2}], ids=["plain", "all"])
+def test_kernels_are_planned(output, options):
+    changes = {"model": {"dtype": "bfloat16"}, "data": {"validation_fraction": 0.2}, "evaluation": {"every": 2}}
+    spec = spec_of(output, "planned", options, **changes)
+    names = {specialization.name for specialization in plan_kernels(spec).specializations}
+    assert names >= {"cross_entropy_kernel", "norm_bwd_kernel", "rope_kernel"}

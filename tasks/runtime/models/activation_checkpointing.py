@@ -83,6 +83,9 @@ def compile_layers(model: nn.Module, training: Training) -> None:
 def _recomputing(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            # Nothing is recomputed. A pass of generation writes to its cache, and is captured in a graph.
+            return forward(*args, **kwargs)
         # A CUDA graph cannot save the random state. Layers that draw random numbers are not captured.
         keeps_state = not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=keeps_state, **options, **kwargs)

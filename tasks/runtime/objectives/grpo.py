@@ -189,8 +189,9 @@ class Grpo:
         return dict(zip(self._step.metrics, values.to(device, non_blocking=True).unbind(), strict=True))
 
     def _reference_log_probs(self, model: nn.Module, batch: Batch, max_targets: int | None) -> Tensor:
+        # A plan loads no reference, which is a model like the one that is trained.
         reference: nn.Module = model if self._reference is None else self._reference
-        with without_adapter(model) if self._reference is None else nullcontext():
+        with without_adapter(model) if self._spec.adapter.type != "none" else nullcontext():
             return frozen_answer_log_probs(
                 reference,
                 batch,

@@ -5,8 +5,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from strata_kernels.patch.engine import patch_model
+from strata_platform.spec.training import Training
 from tasks.runtime.generation import EmbeddedGenerator, Request, Sampling
 from tasks.runtime.generation.decoders import supports_static_cache
+from tasks.runtime.models.activation_checkpointing import checkpoint_activations
 from tasks.runtime.models.varlen_attention import has_varlen_attention, set_varlen_attention
 from tests.runtime.helpers.hybrid_families import SIZES, build_family
 
@@ -136,6 +138,15 @@ def test_the_model_is_as_before():
     set_varlen_attention(model)
     generator(model).generate(requests(), GREEDY)
     assert model.training and has_varlen_attention(model)
+
+
+def test_layers_that_recompute_generate_as_others(monkeypatch):
+    model = build()
+    expected = ids(generator(model).generate(requests(), GREEDY))
+    checkpoint_activations(model, Training(gradient_checkpointing="full"))
+    # It saves random states, which a CUDA graph cannot.
+    monkeypatch.setattr("tasks.runtime.models.activation_checkpointing.checkpoint", None)
+    assert ids(generator(model, static=True).generate(requests(), GREEDY)) == expected
 
 
 def test_the_weights_are_the_current_ones():

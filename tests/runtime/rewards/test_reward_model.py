@@ -1,0 +1,45 @@
+"""A reward model as a reward: its scores are those of each text alone."""
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+from strata_platform.spec.objectives import RewardTerm
+from tasks.runtime.rewards.reward_function import Answers
+from tasks.runtime.rewards.reward_model import RewardModel
+from tests.runtime.helpers.pretrained_folder import save_pretrained
+
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scores")
+    save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, num_labels=1, **SIZES)
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
+def test_scores_are_those_of_each_text_alone(folder):
+    prompts, completions = ["One", "Two and two", "Three"] * 4, [" yes" * n for n in range(1, 13)]
+    answers = Answers(prompts, completions, [[1]] * 12, [{}] * 12, ["row"] * 12)
+    made = RewardModel(RewardTerm(model=str(folder)), 0, torch.device("cpu"))
+    model, tokenizer = LlamaForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    expected = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        ids = tokenizer(prompt + completion, return_tensors="pt")["input_ids"]
+        if ids[0, -1] != tokenizer.eos_token_id:
+            ids = torch.cat([ids, torch.tensor([[tokenizer.eos_token_id]])], dim=1)
+        with torch.no_grad():
+            expected.append(float(model(ids).logits))
+    assert made.score(answers) == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_model_without_one_score_is_refused(folder, tmp_path):
+    LlamaForCausalLM(LlamaConfig(vocab_size=32, **SIZES)).save_pretrained(tmp_path)
+    for path, said in ((tmp_path, "a reward model has one"), (tmp_path / "none", "cannot be read")):
+        with pytest.raises(ValueError, match=rf"objective.rewards\[3\].model .*{said}"):
+            RewardModel(RewardTerm(model=str(path)), 3, torch.device("cpu"))
