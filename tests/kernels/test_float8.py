@@ -4,15 +4,20 @@ import dataclasses
 import gc
 import os
 import weakref
+from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from triton import knobs
 
+from strata_kernels import swiglu, swiglu_packed
 from strata_kernels.ops.float8 import cast as casts
 from strata_kernels.ops.float8 import linear as linears
 from strata_kernels.ops.float8.cast import E4M3, E5M2, cast, transpose
+from strata_kernels.ops.float8.largest import finding_largest, largest_of
 from strata_kernels.ops.float8.linear import float8_frozen_linear, float8_linear, quantize_weight
 
 host = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="has been tested without the interpreter")
@@ -78,6 +83,20 @@ def test_a_cast_has_torchaos_bits_both_ways(shape, scaling, dtype, device, poiso
         assert not found.transposed[:, shape[0] :].float().any()
         assert torch.equal(found.row_inverse.flatten(), row_scale.reciprocal().flatten())
         assert torch.equal(found.column_inverse.flatten(), column_scale.reciprocal().flatten())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("shape", [(20, 32), (130, 272), (384, 512)], ids=str)
+def test_kernels_have_the_bits_of_plain_pytorch(shape, scaling, dtype, path, device, poisoned, monkeypatch) -> None:
+    x = torch.randn(shape).to(dtype)
+    for rows, columns, e5m2 in product((True, False), (True, False), (False, scaling == "tensorwise")):
+        found = cast(x.to(device), scaling, rows=rows, columns=columns, e5m2=e5m2)
+        with monkeypatch.context() as patch:
+            patch.setattr(knobs.runtime, "interpret", False)
+            expected = cast(x, scaling, rows=rows, columns=columns, e5m2=e5m2)
+        for name in ("rows", "transposed", "row_inverse", "column_inverse"):
+            assert torch.equal(getattr(found, name).float().cpu(), getattr(expected, name).float()), name
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -184,6 +203,41 @@ def test_layers_with_one_input_share_its_cast(device, monkeypatch) -> None:
     del x, counted[:]
     gc.collect()
     assert kept() is None
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_activation_notes_the_scales_of_the_casts_around_it(packed, device, monkeypatch, poisoned) -> None:
+    """Largest magnitudes of its result, and of its gradients, are those that a cast would look for: the same bits."""
+    x = torch.randn(5, 32, device=device).bfloat16()
+    weights = [torch.randn(96, 32, device=device).bfloat16(), torch.randn(32, 48, device=device).bfloat16()]
+
+    def run(noting: bool) -> tuple[list[torch.Tensor], int]:
+        looked: list[object] = []
+        plain = casts._Amax.apply
+        with monkeypatch.context() as patch, finding_largest() if noting else nullcontext():
+            patch.setattr(casts._Amax, "apply", lambda x: looked.append(x) or plain(x))
+            leaves = [t.clone().requires_grad_() for t in (x, *weights)]
+            if packed:
+                y = swiglu_packed(float8_linear(leaves[0], leaves[1]))
+            else:
+                gate, up = (float8_linear(leaves[0], half) for half in leaves[1].chunk(2))
+                y = swiglu(gate, up)
+            found = float8_linear(y, leaves[2])
+            return [found, *torch.autograd.grad(found.float().square().sum(), leaves)], len(looked)
+
+    (noted, few), (looked_for, many) = run(True), run(False)
+    assert all(torch.equal(*pair) for pair in zip(noted, looked_for, strict=True))
+    # That of y, and of the gradients of gate and up.
+    assert many - few == (2 if packed else 3)
+
+
+def test_a_tensor_that_was_written_to_has_no_largest_magnitude(device) -> None:
+    gate, up = torch.randn(2, 4, 32, device=device)
+    with finding_largest():
+        y = swiglu(gate, up)
+    assert torch.equal(largest_of(y).max(), y.abs().max().view(torch.int32))
+    y.mul_(2)
+    assert largest_of(y) is None
 
 
 @host

@@ -28,6 +28,7 @@ class Gpu:
         memory: bytes that a process may allocate: what the driver reports minus the CUDA context.
         peak: dense bf16 FLOP/s of the data sheet, the denominator of MFU.
         products: FLOP/s of large bf16 matrix multiplications.
+        float8: FLOP/s of large FP8 matrix multiplications; 0 for a GPU without them.
         causal, masked: FLOP/s of attention, forward and backward, over the computed pairs: half of the square with a
             causal mask, all of it with the mask of packed documents.
         stream: bytes/s of elementwise kernels.
@@ -41,6 +42,7 @@ class Gpu:
     memory: float
     peak: float
     products: float
+    float8: float
     causal: float
     masked: float
     stream: float
@@ -56,6 +58,7 @@ _H200 = Gpu(
     memory=138.5 * _GIB,
     peak=PEAKS["NVIDIA H200"],
     products=680e12,
+    float8=1150e12,
     causal=400e12,
     masked=240e12,
     stream=3.6e12,
@@ -66,7 +69,7 @@ _H200 = Gpu(
 )
 
 
-def _scaled(name: str, memory: float, peak: float, bandwidth: float, link: float) -> Gpu:
+def _scaled(name: str, memory: float, peak: float, bandwidth: float, link: float, *, float8: bool = True) -> Gpu:
     """A GPU scaled from the H200 by data sheets: GiB, FLOP/s, bytes/s of memory (H200: 4.8e12), bytes/s of links."""
     compute, memory_rate = peak / _H200.peak, bandwidth / 4.8e12
     return replace(
@@ -75,6 +78,7 @@ def _scaled(name: str, memory: float, peak: float, bandwidth: float, link: float
         memory=memory * _GIB,
         peak=peak,
         products=_H200.products * compute,
+        float8=_H200.float8 * compute if float8 else 0.0,
         causal=_H200.causal * compute,
         masked=_H200.masked * compute,
         stream=_H200.stream * memory_rate,
@@ -87,8 +91,8 @@ def _scaled(name: str, memory: float, peak: float, bandwidth: float, link: float
 GPUS: dict[str, Gpu] = {
     "h200": _H200,
     "h100": _scaled("H100 SXM", 78.5, PEAKS["NVIDIA H100"], 3.35e12, 300e9),
-    "a100-80gb": _scaled("A100 80 GB", 78.5, PEAKS["NVIDIA A100"], 2.0e12, 200e9),
-    "a100-40gb": _scaled("A100 40 GB", 38.8, PEAKS["NVIDIA A100"], 1.55e12, 200e9),
+    "a100-80gb": _scaled("A100 80 GB", 78.5, PEAKS["NVIDIA A100"], 2.0e12, 200e9, float8=False),
+    "a100-40gb": _scaled("A100 40 GB", 38.8, PEAKS["NVIDIA A100"], 1.55e12, 200e9, float8=False),
     "l40s": _scaled("L40S", 43.9, PEAKS["NVIDIA L40S"], 0.864e12, 20e9),
     "b200": _scaled("B200", 177.0, PEAKS["NVIDIA B200"], 8.0e12, 600e9),
 }

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from strata_platform.estimate.float8 import casts_beside, kept_beside, saved_weights
 from strata_platform.estimate.workload import NF4_BLOCK, Workload
 
 # Bytes of logits that linear_cross_entropy holds at a time.
@@ -120,7 +121,7 @@ def _weights(work: Workload) -> float:
     # One byte per block, and four per group of those bytes; FSDP does not shard them.
     blocks = [size // NF4_BLOCK for size in quantized]
     scales = layers * sum(count + 4 * -(-count // _NF4_SCALES) for count in blocks)
-    return (exact * work.weight_bytes + layers * sum(quantized) / 2) / work.shards + scales
+    return (exact * work.weight_bytes + layers * sum(quantized) / 2) / work.shards + scales - saved_weights(work)
 
 
 def optimizer_bytes(work: Workload) -> float:
@@ -206,7 +207,7 @@ def activations_of_layer(work: Workload) -> float:
         # Norms keep an fp32 copy and the normalized value, rotary embeddings their inputs, the gate its activation.
         width += 2 * 3 * shape.hidden + shape.queries + shape.keys + shape.intermediate
     # PyTorch adds the mask to the scores as floats; each layer converts the booleans itself.
-    return float((work.tokens * width + _mask(work)) * work.compute_bytes)
+    return float((work.tokens * width + _mask(work)) * work.compute_bytes) + kept_beside(work)
 
 
 def _mask(work: Workload) -> int:
@@ -226,7 +227,7 @@ def working_set(work: Workload) -> float:
     # Expert parallelism also has the output of its experts for all tokens of the group, and the gradient.
     group = 2 * (work.parallel.expert_parallel - 1)
     width = (2 + group) * shape.hidden + gate * shape.intermediate
-    gradients = (work.tokens * width + dequantized) * work.compute_bytes
+    gradients = (work.tokens * width + dequantized) * work.compute_bytes + casts_beside(work)
     if not work.training.recomputed_every:
         return gradients
     return gradients + activations_of_layer(work) - _kept_by_recomputed(work)

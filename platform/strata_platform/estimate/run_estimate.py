@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from strata_platform.estimate.float8 import require_float8
 from strata_platform.estimate.gpus import USABLE, Gpu
 from strata_platform.estimate.memory import Memory, host_bytes, memory_of, offloaded_bytes, paged_bytes
 from strata_platform.estimate.shapes import ModelShape
@@ -167,4 +168,5 @@ def estimate(spec: RunSpec, shape: ModelShape, gpu: Gpu) -> Estimate:
     """Estimate `spec` for a model of `shape` on GPUs of one model."""
     shape = with_head_of(spec.model, shape)
     work = Workload.of(spec, shape)
+    require_float8(work, gpu)
     return Estimate(spec, shape, gpu, work, memory_of(work), time_of(work, gpu))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from strata_platform.estimate.float8 import cast_traffic, products_rate
 from strata_platform.estimate.gpus import Gpu
 from strata_platform.estimate.memory import master_bytes, moment_bytes
 from strata_platform.estimate.shapes import ModelShape
@@ -54,10 +55,10 @@ def time_of(work: Workload, gpu: Gpu) -> Time:
         used = shape.active_experts / shape.experts if shape.experts else 0.0
         layer_flops += 6 * (shape.lora_parameters(work.lora.r) / shape.layers + used * experts)
     head_flops = 2 * shape.head_parameters * (2 if work.lora else 3)
-    products = tokens * (shape.layers * layer_flops + head_flops) / gpu.products
+    products = tokens * (shape.layers * layer_flops / products_rate(work, gpu) + head_flops / gpu.products)
     attention_rate = gpu.masked if work.masked else gpu.causal
     attention = tokens * shape.layers * _attention_flops(work, again) / attention_rate
-    traffic = tokens * _layer_traffic(work, light) + _dequantization_traffic(work, again)
+    traffic = tokens * _layer_traffic(work, light) + _dequantization_traffic(work, again) + cast_traffic(work, again)
     elementwise = shape.layers * traffic / gpu.stream
     # Without the fused operator every tensor-parallel rank has the logits of the whole vocabulary.
     logit = _LOGIT_BYTES if work.fused_loss else _PLAIN_LOGIT_BYTES * work.parallel.tensor_parallel

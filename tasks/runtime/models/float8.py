@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from strata_kernels.ops.float8.cast import ALIGNMENT
+from strata_kernels.ops.float8.largest import finding_largest
 from strata_kernels.ops.float8.linear import Scaling, float8_frozen_linear, float8_linear, quantize_weight
 from strata_platform.spec import RunSpec
 from strata_platform.spec.model import SCORE, Model
@@ -37,6 +41,8 @@ _CAPABILITY = (8, 9)
 _EXACT_NAMES = frozenset({"gate", "router", "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"})
 # Of a measurement.
 _WARMUPS, _REPEATS = 3, 10
+# Cycles of the GPU, about 30 ms: longer than the host takes for the repeats.
+_WAIT = 50_000_000
 FLOAT8 = "float8"
 """The entry of a checkpoint's metadata."""
 
@@ -50,6 +56,12 @@ class Float8Linear(nn.Linear):
         """[..., K] → [..., N]."""
         return float8_linear(x, self.weight, self.bias, scaling=self.scaling)
 
+    def project_activation(self, activate: Callable[..., Tensor]) -> Tensor:
+        """`self(activate())`, where the activation notes the scale for the cast of its result."""
+        with finding_largest() if self.scaling == "tensorwise" else nullcontext():
+            x = activate()
+        return self(x)
+
 
 class Float8FrozenLinear(nn.Linear):
     """A linear layer whose weight, bytes of FP8 values, is never trained."""
@@ -59,6 +71,12 @@ class Float8FrozenLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] → [..., N]."""
         return float8_frozen_linear(x, self.weight.view(torch.float8_e4m3fn), self.weight_inverse, self.bias)
+
+    def project_activation(self, activate: Callable[..., Tensor]) -> Tensor:
+        """`self(activate())`, where the activation notes the scale for the cast of its result."""
+        with finding_largest():
+            x = activate()
+        return self(x)
 
 
 def require_float8(training: Training) -> None:
@@ -149,54 +167,76 @@ def keep_slow_layers(
     return {FLOAT8: {"scaling": scaling, "exact": sorted(exact)}}
 
 
+@dataclass(frozen=True)
+class _Cost:
+    """Milliseconds of a forward and backward pass of a layer: of the GPU, and of the host that launches it."""
+
+    gpu: float
+    host: float
+
+    def of(self, *, host_bound: bool) -> float:
+        """What the run waits for."""
+        return max(self.gpu, self.host) if host_bound else self.gpu
+
+
 def _slow_layers(
     layers: Mapping[str, Float8Linear], scaling: Scaling, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> list[str]:
-    """The paths of layers whose products in `dtype` take less time than in FP8. Measures each shape once."""
+    """The paths of layers whose products in `dtype` take no longer than in FP8. Measures each shape once."""
     if device.type != "cuda":
         return []
     shapes: dict[tuple[int, int, bool], list[str]] = {}
     for path, layer in layers.items():
         shapes.setdefault((layer.out_features, layer.in_features, layer.weight.requires_grad), []).append(path)
+    costs = {shape: _costs(tokens, *shape, scaling, dtype, device) for shape in shapes}
+    # The host runs ahead of the GPU, unless all layers together take it longer.
+    in_all = [(len(shapes[shape]), float8) for shape, (_, float8) in costs.items()]
+    host_bound = sum(n * cost.host for n, cost in in_all) > sum(n * cost.gpu for n, cost in in_all)
     slow = []
-    for (outputs, inputs, trained), paths in shapes.items():
-        exact, float8 = _milliseconds(tokens, outputs, inputs, trained, scaling, dtype, device)
-        word = "kept exact" if exact <= float8 else "in FP8"
+    for shape, (exact, float8) in costs.items():
+        before, after = (cost.of(host_bound=host_bound) for cost in (exact, float8))
         log.info(
             "training.float8: %d tokens, %d -> %d: %.3f ms exact, %.3f ms in FP8: %d layers %s",
-            tokens, inputs, outputs, exact, float8, len(paths), word,
+            tokens, shape[1], shape[0], before, after, len(shapes[shape]),
+            "in FP8" if after < before else "stay exact",
         )  # fmt: skip
-        if exact <= float8:
-            slow += paths
+        if after >= before:
+            slow += shapes[shape]
     if slow:
-        log.info("training.float8: kept exact, because FP8 is not faster: %s", ", ".join(slow))
+        log.info("training.float8: FP8 is not faster in %s", ", ".join(slow))
     return slow
 
 
-def _milliseconds(
+def _costs(
     tokens: int, outputs: int, inputs: int, trained: bool, scaling: Scaling, dtype: torch.dtype, device: torch.device
-) -> tuple[float, float]:
-    """The time of a forward and backward pass, exact and in FP8."""
+) -> tuple[_Cost, _Cost]:
+    """Of a layer, exact and in FP8."""
     x = torch.randn(tokens, inputs, dtype=dtype, device=device, requires_grad=True)
     weight = torch.randn(outputs, inputs, dtype=dtype, device=device, requires_grad=trained)
     dy = torch.randn(tokens, outputs, dtype=dtype, device=device)
     leaves = [x, weight] if trained else [x]
 
-    def time(multiply: Callable[[Tensor], Tensor]) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for i in range(_WARMUPS + _REPEATS):
-            if i == _WARMUPS:
-                begin.record()
+    def cost(multiply: Callable[[Tensor], Tensor]) -> _Cost:
+        for _ in range(_WARMUPS):
             torch.autograd.grad(multiply(x), leaves, dy)
+        torch.cuda.synchronize(device)
+        # The GPU waits until the host is done, or gaps between small kernels would count as theirs.
+        torch.cuda._sleep(_WAIT)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        started = perf_counter()
+        for _ in range(_REPEATS):
+            torch.autograd.grad(multiply(x), leaves, dy)
+        host = perf_counter() - started
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) / _REPEATS
+        return _Cost(begin.elapsed_time(end) / _REPEATS, 1000 * host / _REPEATS)
 
-    exact = time(lambda x: functional.linear(x, weight))
+    exact = cost(lambda x: functional.linear(x, weight))
     if trained or scaling == "rowwise":
-        return exact, time(lambda x: float8_linear(x, weight, scaling=scaling))
+        return exact, cost(lambda x: float8_linear(x, weight, scaling=scaling))
     packed, inverse = quantize_weight(weight)
-    return exact, time(lambda x: float8_frozen_linear(x, packed, inverse))
+    return exact, cost(lambda x: float8_frozen_linear(x, packed, inverse))
 
 
 def saves_frozen_weights(spec: RunSpec) -> bool:

@@ -198,11 +198,13 @@ def test_layers_that_are_slower_keep_their_class(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     spec = spec_of(training={"float8": "tensorwise"})
 
-    def milliseconds(tokens, outputs, inputs, *_):
-        assert tokens == spec.training.micro_batch_size * spec.data.sequence_length
-        return (1.0, 0.6) if outputs >= inputs else (1.0, 1.2)
+    host = 0.1
 
-    monkeypatch.setattr(float8, "_milliseconds", milliseconds)
+    def costs(tokens, outputs, inputs, *_):
+        assert tokens == spec.training.micro_batch_size * spec.data.sequence_length
+        return float8._Cost(1.0, 0.1), float8._Cost(0.6 if outputs >= inputs else 1.2, host)
+
+    monkeypatch.setattr(float8, "_costs", costs)
     model = small_llama()
     use_float8(model, spec.training)
     monkeypatch.setattr(Processes, "device", torch.device("cuda"))
@@ -211,15 +213,21 @@ def test_layers_that_are_slower_keep_their_class(monkeypatch, caplog):
     slow = sorted(f"model.layers.{n}.{part}" for n in (0, 1) for part in ("mlp.down_proj", "self_attn.k_proj",
                                                                        "self_attn.v_proj"))  # fmt: skip
     assert found == {"float8": {"scaling": "tensorwise", "exact": slow}}
-    assert "kept exact, because FP8 is not faster: model.layers.0.self_attn.k_proj" in caplog.text
+    assert "FP8 is not faster in model.layers.0.self_attn.k_proj" in caplog.text
     assert {path for path, m in model.named_modules() if type(m) is nn.Linear} == {*slow, "lm_head"}
     # A resumed run does not measure.
     again = small_llama()
     use_float8(again, spec.training)
-    monkeypatch.setattr(float8, "_milliseconds", None)
+    monkeypatch.setattr(float8, "_costs", None)
     assert keep_slow_layers(again, spec, gpu, torch.bfloat16, found) == found
     assert isinstance(again.model.layers[0].mlp.up_proj, Float8Linear)
     assert type(again.model.layers[0].mlp.down_proj) is nn.Linear
+    # If the host takes longer than the GPU, its time is that of the run.
+    monkeypatch.setattr(float8, "_costs", costs)
+    host, bound = 1.5, small_llama()
+    use_float8(bound, spec.training)
+    found = keep_slow_layers(bound, spec, gpu, torch.bfloat16, {})
+    assert len(found["float8"]["exact"]) == 14 and not float8.float8_layers(bound)
 
 
 def test_a_gpu_without_fp8_is_rejected(monkeypatch):

@@ -14,6 +14,10 @@ row: rows may lie apart, as the halves of a packed projection do, and every lane
 are kept for the backward pass; f and f' are computed again. Bytes moved per element of y at the least: 3·itemsize
 forward and 5·itemsize backward, without a gate 2 and 3. Where a projection follows, whose gradient needs y, the
 backward kernel writes y as well, for one itemsize more: `activation_linear.py`.
+
+Where a product in FP8 follows, whose scale is that of the largest magnitude, a kernel notes those of its results: the
+largest integer of the bits of |x|, whose order is that of the values with NaN above all, and for which no order of
+programs matters.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -107,25 +111,34 @@ def _offsets(n_rows, n_cols, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
     return o_r.to(tl.int64)[:, None], o_d, m
 
 
+@triton.jit
+def _note_largest(p_amax, b_x, PARTS: tl.constexpr):
+    b_bits = b_x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    tl.atomic_max(p_amax + tl.program_id(0) % PARTS, tl.max(tl.max(b_bits, axis=1), axis=0))
+
+
 @triton.jit(do_not_specialize=["n_rows"])
 def activation_fwd_kernel(
-    p_g, p_u, p_y, n_rows, n_cols, stride_g, stride_u, gate_multiplier, multiplier,
-    ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    p_g, p_u, p_y, p_amax, n_rows, n_cols, stride_g, stride_u, gate_multiplier, multiplier,
+    ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK elements of y; p_u is None where there is no gate."""
+    """BLOCK elements of y; p_u is None where there is no gate, p_amax where nobody needs y's largest magnitude."""
     o_r, o_d, m = _offsets(n_rows, n_cols, BLOCK, VECTOR)
     b_g = tl.load(p_g + o_r * stride_g + o_d, mask=m, other=0.0).to(tl.float32)
     b_y, _ = activate(b_g * gate_multiplier, ACTIVATION, PRECISE)
     if p_u is not None:
         b_y *= tl.load(p_u + o_r * stride_u + o_d, mask=m, other=0.0).to(tl.float32)
-    tl.store(p_y + o_r * n_cols + o_d, (b_y * multiplier).to(p_y.dtype.element_ty), mask=m)
+    b_y = (b_y * multiplier).to(p_y.dtype.element_ty)
+    tl.store(p_y + o_r * n_cols + o_d, b_y, mask=m)
+    if p_amax is not None:
+        _note_largest(p_amax, b_y, PARTS)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def activation_bwd_kernel(
-    p_dy, p_g, p_u, p_dg, p_du, p_y, n_rows, n_cols, stride_dy, stride_g, stride_u, stride_dg, stride_du,
-    gate_multiplier, multiplier,
-    ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    p_dy, p_g, p_u, p_dg, p_du, p_y, p_dg_amax, p_du_amax,
+    n_rows, n_cols, stride_dy, stride_g, stride_u, stride_dg, stride_du, gate_multiplier, multiplier,
+    ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK elements of dg and du, and of y unless p_y is None; p_u and p_du are None where there is no gate."""
     o_r, o_d, m = _offsets(n_rows, n_cols, BLOCK, VECTOR)
@@ -138,7 +151,13 @@ def activation_bwd_kernel(
         b_u = tl.load(p_u + o_r * stride_u + o_d, mask=m, other=0.0).to(tl.float32)
         b_dg *= b_u
         b_y *= b_u
-        tl.store(p_du + o_r * stride_du + o_d, (b_dy * b_f).to(p_du.dtype.element_ty), mask=m)
+        b_du = (b_dy * b_f).to(p_du.dtype.element_ty)
+        tl.store(p_du + o_r * stride_du + o_d, b_du, mask=m)
+        if p_du_amax is not None:
+            _note_largest(p_du_amax, b_du, PARTS)
     if p_y is not None:
         tl.store(p_y + o_r * n_cols + o_d, (b_y * multiplier).to(p_y.dtype.element_ty), mask=m)
-    tl.store(p_dg + o_r * stride_dg + o_d, b_dg.to(p_dg.dtype.element_ty), mask=m)
+    b_dg = b_dg.to(p_dg.dtype.element_ty)
+    tl.store(p_dg + o_r * stride_dg + o_d, b_dg, mask=m)
+    if p_dg_amax is not None:
+        _note_largest(p_dg_amax, b_dg, PARTS)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from .._launch import DTYPES, describe, has_dtype, launch, takes_kernel
-from .._operator import Operator, operator
+from .._operator import Operator, is_observed, operator
+from ..float8.largest import PARTS, is_finding_largest, note_largest
 from .activation_kernels import activation_bwd_kernel, activation_fwd_kernel
 from .activation_reference import backward_reference, forward_reference
 
@@ -31,13 +32,15 @@ _FORWARD = Launch(block=1024, warps=4)
 _BACKWARD = Launch(block=1024, warps=4)
 
 
-def _launch_forward(function: str, y: Tensor, gate: Tensor, up: Tensor | None, *multipliers: float) -> None:
+def _launch_forward(
+    function: str, y: Tensor, amax: Tensor | None, gate: Tensor, up: Tensor | None, *multipliers: float
+) -> None:
     n_rows, n_cols, (g, u), strides = _rows(gate, up)
     launch(
         activation_fwd_kernel, (_programs(n_rows, n_cols, _FORWARD),),
-        g, u, y, n_rows, n_cols, *strides, *multipliers,
+        g, u, y, amax, n_rows, n_cols, *strides, *multipliers,
         ACTIVATION=function, PRECISE=gate.dtype == torch.float32,
-        BLOCK=_FORWARD.block, VECTOR=_VECTOR, num_warps=_FORWARD.warps,
+        BLOCK=_FORWARD.block, VECTOR=_VECTOR, PARTS=PARTS, num_warps=_FORWARD.warps,
     )  # fmt: skip
 
 
@@ -46,6 +49,7 @@ def _launch_backward(
     d_gate: Tensor,
     d_up: Tensor | None,
     y: Tensor | None,
+    amax: tuple[Tensor | None, Tensor | None],
     dy: Tensor,
     gate: Tensor,
     up: Tensor | None,
@@ -54,9 +58,9 @@ def _launch_backward(
     n_rows, n_cols, rows, strides = _rows(dy, gate, up, d_gate, d_up)
     launch(
         activation_bwd_kernel, (_programs(n_rows, n_cols, _BACKWARD),),
-        *rows, y, n_rows, n_cols, *strides, *multipliers,
+        *rows, y, *amax, n_rows, n_cols, *strides, *multipliers,
         ACTIVATION=function, PRECISE=gate.dtype == torch.float32,
-        BLOCK=_BACKWARD.block, VECTOR=_VECTOR, num_warps=_BACKWARD.warps,
+        BLOCK=_BACKWARD.block, VECTOR=_VECTOR, PARTS=PARTS, num_warps=_BACKWARD.warps,
     )  # fmt: skip
 
 
@@ -134,6 +138,12 @@ GATED = Form(
 PACKED = Form("Tensor x, bool gate_first, float gate_multiplier, float multiplier", 1, _halves, _joined)
 
 
+def _note_largest(amax: Tensor | None, x: Tensor) -> None:
+    """In plain PyTorch, the bits of the largest magnitude of x."""
+    if amax is not None and x.numel():
+        amax[0] = x.detach().abs().max().float().view(torch.int32)
+
+
 def _contiguous_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -153,30 +163,41 @@ class _HostFunctions:
         """y in plain PyTorch."""
         return forward_reference(self.function, *self.form.split(*inputs), *self.form.multipliers(inputs))
 
-    def forward(self, *inputs: Any) -> Tensor:
-        """y."""
+    def forward(self, *inputs: Any, amax: Tensor | None = None) -> Tensor:
+        """y. The kernel also notes its largest magnitudes in amax, zeros, if they are given."""
         if not takes_kernel(inputs[0]):
-            return self.reference(*inputs)
+            y = self.reference(*inputs)
+            _note_largest(amax, y)
+            return y
         y = self.empty(inputs)
         if y.numel() != 0:
-            _launch_forward(self.function, y, *self.form.split(*inputs), *self.form.multipliers(inputs))
+            _launch_forward(self.function, y, amax, *self.form.split(*inputs), *self.form.multipliers(inputs))
         return y
 
     def empty_gradients(self, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """The gradients of the tensors, unfilled."""
         return tuple(map(_contiguous_like, inputs[: self.form.tensors]))
 
-    def gradients(self, dy: Tensor, inputs: tuple[Any, ...], y: Tensor | None = None) -> tuple[Tensor, ...]:
-        """The gradients of the tensors. The kernel also fills y, if it is given."""
+    def gradients(
+        self, dy: Tensor, inputs: tuple[Any, ...], y: Tensor | None = None, amax: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """The gradients of the tensors. The kernel also fills y, if it is given, and notes their largest magnitudes in
+        the rows of amax, zeros, if they are given.
+        """
         settings = inputs[self.form.tensors :]
         gate, up = self.form.split(*inputs)
         if not takes_kernel(dy):
             halves = backward_reference(self.function, dy, gate, up, *self.form.multipliers(inputs))
-            return self.form.join(*halves, *settings)
+            gradients = self.form.join(*halves, *settings)
+            for i, gradient in enumerate(gradients):
+                _note_largest(None if amax is None else amax[i], gradient)
+            return gradients
         gradients = self.empty_gradients(inputs)
         if dy.numel() != 0:
             d_gate, d_up = self.form.split(*gradients, *settings)
-            _launch_backward(self.function, d_gate, d_up, y, dy, gate, up, *self.form.multipliers(inputs))
+            # Both halves of a packed gradient are one tensor.
+            noted = (None, None) if amax is None else (amax[0], amax[-1])
+            _launch_backward(self.function, d_gate, d_up, y, noted, dy, gate, up, *self.form.multipliers(inputs))
         return gradients
 
     def gradients_and_output(self, dy: Tensor, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
@@ -271,6 +292,44 @@ def define(name: str, function: str, form: Form) -> Activation:
         found = Backward.apply(dy, *inputs)
         return (found,) if is_one else found
 
+    @operator(f"{name}_bwd_and_largest(Tensor dy, {form.schema}) -> ({gradients}, Tensor)")
+    class BackwardAndLargest(Operator):
+        @staticmethod
+        def forward(dy: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+            amax = dy.new_zeros(form.tensors, PARTS, dtype=torch.int32)
+            return *host.gradients(dy, inputs, amax=amax), amax
+
+        @staticmethod
+        def fake(dy: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+            return *host.empty_gradients(inputs), dy.new_empty(form.tensors, PARTS, dtype=torch.int32)
+
+    @operator(f"{name}_and_largest({form.schema}) -> (Tensor, Tensor)")
+    class ForwardAndLargest(_Differentiable):
+        @staticmethod
+        def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+            amax = inputs[0].new_zeros(PARTS, dtype=torch.int32)
+            return host.forward(*inputs, amax=amax), amax
+
+        @staticmethod
+        def fake(*inputs: Any) -> tuple[Tensor, Tensor]:
+            return host.empty(inputs), inputs[0].new_empty(PARTS, dtype=torch.int32)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            _Differentiable.setup_context(ctx, inputs, output)
+            ctx.mark_non_differentiable(output[1])
+            ctx.set_materialize_grads(False)
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Any, ...]:
+            rest = tuple(None for _ in ctx.settings)
+            if dy is None:
+                return *(None for _ in ctx.saved_tensors), *rest
+            if torch.is_grad_enabled():
+                return *backward(dy, *ctx.saved_tensors, *ctx.settings), *rest
+            *found, amax = BackwardAndLargest.apply(dy, *ctx.saved_tensors, *ctx.settings)
+            return *(note_largest(gradient, amax[i]) for i, gradient in enumerate(found)), *rest
+
     @operator(f"{name}({form.schema}) -> Tensor")
     class Forward(_Differentiable):
         forward = staticmethod(host.forward)
@@ -284,6 +343,9 @@ def define(name: str, function: str, form: Form) -> Activation:
             return *backward(dy, *ctx.saved_tensors, *ctx.settings), *(None for _ in ctx.settings)
 
     def forward(*inputs: Any) -> Any:
+        if is_finding_largest() and not is_observed():
+            y, amax = ForwardAndLargest.apply(*inputs)
+            return note_largest(y, amax)
         return host.reference(*inputs) if _is_pushed_forward() else Forward.apply(*inputs)
 
     defined = Activation(name, form, forward, backward, BackwardAndOutput.apply)

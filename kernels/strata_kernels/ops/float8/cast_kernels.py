@@ -91,8 +91,7 @@ def float8_cast_kernel(
     """A tile of x8 and of x8ᵀ; p_y or p_yt is None where it is not asked for.
 
     PARTS above 0: p_row has so many magnitudes, of which the largest gives the one scale; the first program writes to
-    p_inverse what undoes it. PARTS 0: p_row and p_col are the scales of rows and columns. Both None: x is FP8 already,
-    and only transposed.
+    p_inverse what undoes it. PARTS 0: p_row and p_col are the scales of rows and columns.
     """
     # Programs next to each other share rows, whose parts in memory are next to each other.
     i_c, i_r = tl.program_id(0), tl.program_id(1)
@@ -109,12 +108,12 @@ def float8_cast_kernel(
         b_x = b_x.to(tl.float32) * b_s[:, None]
     if p_y is not None:
         b_y = b_x
-        if PARTS == 0 and p_row is not None:
+        if PARTS == 0:
             b_y = b_x.to(tl.float32) * tl.load(p_row + o_r, mask=m_r, other=0.0)[:, None]
         tl.store(p_y + o_r[:, None] * n_cols + o_c[None, :], b_y.to(p_y.dtype.element_ty), mask=m)
     if p_yt is not None:
         b_y = b_x
-        if PARTS == 0 and p_col is not None:
+        if PARTS == 0:
             b_y = b_x.to(tl.float32) * tl.load(p_col + o_c, mask=m_c, other=0.0)[None, :]
         b_yt = tl.trans(b_y.to(p_yt.dtype.element_ty))
         m_t = m_c[:, None] & (o_r < n_padded)[None, :]

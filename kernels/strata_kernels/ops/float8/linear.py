@@ -27,6 +27,7 @@ from torch import Tensor
 
 from .._operator import is_observed
 from .cast import Cast, cast, require_matrix, transpose
+from .largest import largest_of
 from .product import product
 
 Scaling = Literal["tensorwise", "rowwise"]
@@ -54,7 +55,8 @@ def _cast_input(x: Tensor, scaling: Scaling, columns: bool) -> Cast:
     if key is not None and key[0]() is x and key[1:] == (x._version, scaling, columns):
         assert _last.found is not None
         return _last.found
-    found = cast(x.reshape(-1, x.shape[-1]), scaling, rows=True, columns=columns)
+    amax = largest_of(x)
+    found = cast(x.reshape(-1, x.shape[-1]), scaling, rows=True, columns=columns, amax=amax)
     _last.key, _last.found = (weakref.ref(x, _last.drop), x._version, scaling, columns), found
     return found
 
@@ -79,7 +81,7 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         d = cast(
             dy.reshape(-1, dy.shape[-1]), scaling,
-            rows=needs_x, columns=needs_weight, e5m2=scaling == "tensorwise",
+            rows=needs_x, columns=needs_weight, e5m2=scaling == "tensorwise", amax=largest_of(dy),
         )  # fmt: skip
         dx = dw = None
         if needs_x:
@@ -106,7 +108,7 @@ class _FrozenLinear(torch.autograd.Function):
         weight, inverse = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:
             return None, None, None
-        d = cast(dy.reshape(-1, dy.shape[-1]), "tensorwise", rows=True, columns=False, e5m2=True)
+        d = cast(dy.reshape(-1, dy.shape[-1]), "tensorwise", rows=True, columns=False, e5m2=True, amax=largest_of(dy))
         dx = product(d.rows, transpose(weight), d.row_inverse, inverse, ctx.dtype)
         return dx.view(ctx.shape), None, None
 
