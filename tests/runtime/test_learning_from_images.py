@@ -13,10 +13,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import fingerprint, prepare
-from tasks.runtime.evaluation.evaluate_model import evaluate
 from tasks.runtime.export.check_folder import difference, image_results
-from tasks.runtime.export.export_model import export
-from tasks.runtime.models.trained_weights import collect_weights
+from tasks.runtime.models.trained_weights import build_trained_model, collect_weights
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tests.runtime.helpers.comparable_runs import approx, curve, file_of
 from tests.runtime.helpers.pictures import QUESTION, SHAPES, picture, write_shapes
@@ -45,10 +43,12 @@ def spec_of(folder, name, model, source, **changes):
 
 
 @torch.no_grad()
-def accuracy(folder, answers=SHAPES):
-    """Of a published folder, by what it writes when its users ask it about pictures that it has not seen."""
+def accuracy(folder, answers=SHAPES, model=None):
+    """Of a published folder, by what it writes when its users ask it about pictures that it has not seen; or of
+    `model`, by the folder's processor.
+    """
     processor = AutoProcessor.from_pretrained(folder)
-    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    model = (model or AutoModelForImageTextToText.from_pretrained(folder)).eval()
     draw = random.Random(99)
     pictures = [(number % 3, picture(SHAPES[number % 3], draw, 16)) for number in range(120)]
     parts = [{"type": "image"}, {"type": "text", "text": QUESTION}]
@@ -120,30 +120,35 @@ def test_an_adapter_learns_other_answers_in_packed_rows_also_interrupted(learned
     recipe = DataRecipe.from_spec(spec, fingerprint(spec))
     data = prepare(recipe, data_folder(spec.output, recipe), report=print)
     assert data.manifest.train.images == data.manifest.train.samples > data.manifest.train.rows
-    weights = collect_weights(RunFolder.of(spec), spec.adapter, record)
-    folder = export(spec, evaluate(spec, record, data, weights), data, weights)
-    assert accuracy(folder.model, ROTATED) > 0.95
+    merged = build_trained_model(spec, collect_weights(RunFolder.of(spec), spec.adapter, record))
+    assert accuracy(learned.model, ROTATED, merged) > 0.95
 
 
-@pytest.mark.parametrize("family", [llava, qwen2_5_vl])
-def test_two_processes_train_as_one_also_where_only_one_has_an_image(family, tmp_path):
+def test_two_processes_train_as_one_also_where_only_one_has_an_image(tmp_path):
     """Under ddp and fsdp, whose layers are gathered by all ranks; a part of LLaVA's tower is never used."""
-    base, source = family(tmp_path / "base"), write_shapes(tmp_path, 12)
+    source = write_shapes(tmp_path, 12)
     texts = [{"messages": [{"role": role, "content": "circle"} for role in ("user", "assistant")]}] * 12
     source.write_text(source.read_text() + "".join(json.dumps(row) + "\n" for row in texts))
     common = {"tracking": {"log_every": 1}, "optimizer": {"lr": 1e-3}, "checkpoint": {"every": 9}}
 
-    def run(name, processes, **changes):
+    def run(family, name, processes, **changes):
         training = {"steps": 4, "micro_batch_size": 1, "gradient_accumulation_steps": 4 // processes}
         topology = {"nproc_per_node": processes}
+        base = tmp_path / family.__name__
+        name = f"{family.__name__}-{name}".replace("_", "-")
         return spec_of(tmp_path, name, base, source, training=training, topology=topology, **common, **changes)
 
-    alone, *others = run("one", 1), run("ddp", 2, parallel={"type": "ddp"}), run("fsdp", 2, parallel={"type": "fsdp"})
-    train_spec(alone)
-    launch(2, *(file_of(tmp_path, spec) for spec in others))
-    # Fewer rows at a time are padded to other lengths, which counts as tokens.
-    losses = [(point[:4], point[-1]) for point in curve(alone)]
-    for spec in others:
-        found = curve(spec)
-        assert [point[-1] for point in found] == [targets for _, targets in losses]
-        assert [point[:4] for point in found] == approx([point for point, _ in losses])
+    alone, others = {}, {}
+    for family in (llava, qwen2_5_vl):
+        family(tmp_path / family.__name__)
+        alone[family] = run(family, "one", 1)
+        others[family] = [run(family, kind, 2, parallel={"type": kind}) for kind in ("ddp", "fsdp")]
+        train_spec(alone[family])
+    launch(2, *(file_of(tmp_path, spec) for specs in others.values() for spec in specs))
+    for family, specs in others.items():
+        # Fewer rows at a time are padded to other lengths, which counts as tokens.
+        losses = [(point[:4], point[-1]) for point in curve(alone[family])]
+        for spec in specs:
+            found = curve(spec)
+            assert [point[-1] for point in found] == [targets for _, targets in losses]
+            assert [point[:4] for point in found] == approx([point for point, _ in losses])
