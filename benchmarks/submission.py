@@ -2,10 +2,10 @@
 
     KUBECONFIG=... FLYTECTL_CONFIG=... python -m benchmarks.submission --image IMAGE [--runs 20]
 
-Registers the workflow a few times, as `strata submit --image` does. Then submits the run of tests/e2e/spec.yaml again
-and again, each when the one before it has left nothing behind, and cancels it when the pod in question runs. Kubernetes
-tells of changes as they come (watches), so that looking costs the cluster nothing. The platform's seconds are those in
-which no pod of the run works at its own task. Prints the rows of a table: median, least, most.
+Submits the run of tests/e2e/spec.yaml again and again, each when the one before it has left nothing behind, and cancels
+it when the pod in question runs. Kubernetes tells of changes as they come (watches), so that looking costs the cluster
+nothing. The platform's seconds are those in which no pod of the run works at its own task. Prints the rows of a table:
+median, least, most.
 """
 
 from __future__ import annotations
@@ -162,18 +162,12 @@ def main() -> None:
     parser.add_argument("--domain", default="development")
     parser.add_argument("--runs", type=int, default=20, help="submissions up to the first running pod")
     parser.add_argument("--whole", type=int, default=5, help="submissions up to the training pods")
-    parser.add_argument("--registrations", type=int, default=3)
     asked = parser.parse_args()
     config.load_kube_config()
     place, namespace = (asked.project, asked.domain), f"{asked.project}-{asked.domain}"
-    registered = []
-    for _ in range(asked.registrations):
-        begin = time.monotonic()
-        FlyteBackend(*place, image=asked.image).register()
-        registered.append(time.monotonic() - begin)
-    show("registration", registered, "strata submit --image, before the request")
-    # Of the version that is registered now.
-    runs, moments = Client(FlyteBackend(*place), poll=0.5), Moments(namespace)
+    # The first submission registers the workflow.
+    runs, moments = Client(FlyteBackend(*place, image=asked.image), poll=0.5), Moments(namespace)
+    submission(runs, moments, namespace, "start running")
     for last, count in (("start running", asked.runs), ("train running", asked.whole)):
         begin = time.monotonic()
         seen = [submission(runs, moments, namespace, last) for _ in range(count)]

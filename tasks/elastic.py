@@ -24,6 +24,7 @@ from strata_platform.outcomes import PREEMPTED, outcome_of_exit
 from strata_platform.runs import Stage
 from strata_platform.spec import RunSpec
 from tasks.paths import directory, is_local
+from tasks.runtime.metrics import startup
 from tasks.runtime.metrics.progress import report_progress
 from tasks.runtime.process.error_explanations import MemoryKills
 from tasks.runtime.process.log import configure_logging
@@ -48,6 +49,7 @@ class TrainingTask(PytorchElasticFunctionTask):
     """An elastic task whose function takes the run spec as its input `spec`."""
 
     def _execute(self, **kwargs: Any) -> Any:
+        startup.mark_pod()
         # Imported here: tasks that only wire or prepare load this module, too, and torch takes seconds to import.
         import torch.distributed as dist
         from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -58,11 +60,14 @@ class TrainingTask(PytorchElasticFunctionTask):
 
         spec: RunSpec = kwargs["spec"]
         configure_logging()
+        startup.mark("imports")
         report_progress(stage=Stage.WARM_UP)
         folder = RunFolder.of(spec)
         warm_up_pod(spec, folder)
+        startup.mark("warm-up")
         # The agent downloads the data once for all processes of the pod.
         kwargs["data"] = FlyteDirectory(kwargs["data"].download())
+        startup.mark("data")
         kills = MemoryKills()
         try:
             trained = super()._execute(**kwargs)

@@ -23,6 +23,7 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.run_spec import Topology
 from tasks.elastic import Training
 from tasks.resources import RETRIES
+from tasks.runtime.metrics import startup
 from tasks.runtime.process.error_explanations import explain
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.process.signals import Preempted, die_with_agent
@@ -58,6 +59,7 @@ def _train(spec: RunSpec, data: FlyteDirectory) -> Trained:
     configure_logging()
     # Before torch is imported: an agent that is killed meanwhile would leave this process behind.
     die_with_agent()
+    startup.mark_process()
     from torch import OutOfMemoryError
 
     from tasks.runtime.data import open_prepared

@@ -14,6 +14,7 @@ from strata_platform.outcomes import BAD_INPUT, COMPLETE, PREEMPTED, Outcome, Ru
 from strata_platform.redact import redacted
 from strata_platform.runs import Stage
 from strata_platform.spec import load_spec
+from tasks.runtime.metrics import startup
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.process.signals import die_with_agent
 
@@ -36,6 +37,7 @@ def main() -> int:
     arguments = parser.parse_args()
     # Before torch is imported: an agent that is killed meanwhile would leave this process behind, waiting for it.
     die_with_agent()
+    startup.mark_process()
     try:
         spec = load_spec(arguments.spec, arguments.set)
     except SpecError as error:
@@ -59,6 +61,7 @@ def main() -> int:
     try:
         with session(spec) as run, closing(BackgroundPreparation()) as preparation:
             folder = run.processes.on_main(lambda: _prepare(run, preparation))
+            startup.mark("data")
             # Every process reads the folder that rank 0 wrote; sending the data would copy it.
             data = open_prepared(folder, spec.data, preparation.require_alive)
             record = train(run, data)

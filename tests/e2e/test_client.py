@@ -112,7 +112,7 @@ def test_a_run_that_goes_on_is_one_and_is_canceled_and_its_name_used_again(clust
     spec = named("canceled")
     for execution in (spec.name, f"{spec.name}-x2"):
         assert strata.submit(spec).where.endswith(f"/{execution}")
-        with pytest.raises(RunExists, match=f"has not ended, as execution {execution};"):
+        with pytest.raises(RunExists, match=f"has not ended, as execution {execution} of "):
             strata.submit(spec)
         cluster.until_settled(execution)
         assert strata.get(spec.name).phase is Phase.RUNNING
@@ -143,7 +143,7 @@ def test_list_and_get_mean_the_execution_that_the_console_relaunched(cluster, st
     spec = named("relaunched", resources={"queue": "express"})
     with cluster.held("express"):
         first = strata.submit(spec)
-        until("it waits", lambda: strata.get(spec.name).phase is Phase.QUEUED)
+        until("it waits", lambda: strata.get(spec.name).stage is Stage.WAITING)
         # What the console sends: the inputs and labels of the execution, under a name of its own.
         admin = strata.backend._admin
         plan = admin.execution(spec.name).spec.launch_plan
@@ -151,7 +151,7 @@ def test_list_and_get_mean_the_execution_that_the_console_relaunched(cluster, st
         (listed,) = [run for run in strata.list() if run.name == spec.name]
         found = strata.get(spec.name)
         assert first.where != found.where == listed.where and listed.owner == found.owner == "ada"
-        until("it waits", lambda: strata.get(spec.name).phase is Phase.QUEUED)
+        until("it waits", lambda: strata.get(spec.name).stage is Stage.WAITING)
         (listed,) = [run for run in strata.list(owner="ada") if run.name == spec.name]
         assert (listed.phase, listed.stage, listed.queue) == (Phase.QUEUED, Stage.WAITING, "express")
         for execution in (spec.name, f"a{spec.name}"):

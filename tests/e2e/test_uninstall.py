@@ -33,9 +33,11 @@ def kinds(cluster):
 def test_runs_go_on_after_the_stack_was_removed_and_installed_again(cluster, undisturbed):
     undisturbed.wait()
     losses = undisturbed.losses()
-    trains, waits = cluster.submit("trains"), cluster.submit("waits")
-    trains.until_step(MIDDLE)
-    until("the other one waits", lambda: waits.jobs() and not waits.pods("worker"))
+    with cluster.held("express"):
+        waits = cluster.submit("waits", resources={"queue": "express"})
+        until("it waits", waits.jobs)
+        trains = cluster.submit("trains")
+        trains.until_step(MIDDLE)
     begin = time.monotonic()
     shell("STRATA_E2E_REMOVE")
     print(f"removed in {time.monotonic() - begin:.0f} s")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import count
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from flyteidl.admin.execution_pb2 import Execution
@@ -24,6 +24,7 @@ from strata_platform.backends.flyte_messages import (
     NAME,
     OWNER,
     created,
+    events_of,
     execution_name,
     message_of,
     owner_of,
@@ -31,6 +32,7 @@ from strata_platform.backends.flyte_messages import (
     run_name,
     spec_inputs,
     started,
+    startup_of,
 )
 from strata_platform.backends.flyte_registration import Registration
 from strata_platform.backends.flyte_store import FlyteStore
@@ -115,11 +117,13 @@ class FlyteBackend:
                 with translated_errors(f"to submit {spec.name}"):
                     self._admin.create(name, plan, spec_inputs(spec), labels, {SUBMISSION: mine})
             except BackendError as error:
-                if error.reason != "ALREADY_EXISTS":
+                known = error.reason == "ALREADY_EXISTS"
+                # Of two at once, Flyte may notice the second one by its object in Kubernetes, as an internal error.
+                if not known and "already exists" not in str(error):
                     raise
                 # Another run's, somebody else's submission of this one, or this call's own after a lost answer.
                 taken = self._fetch(name)
-                if taken.spec.annotations.values.get(SUBMISSION) != mine:
+                if not known or taken.spec.annotations.values.get(SUBMISSION) != mine:
                     if run_name(taken) == spec.name:
                         raise self._exists(taken) from error
                     continue
@@ -177,15 +181,12 @@ class FlyteBackend:
     def events(self, name: str) -> list[Event]:
         """Flyte's phases of the execution, and the events that Kubernetes and Kueue recorded for its objects."""
         execution = self._newest(name)
-        by = owner_of(execution)
-        found = [Event(created(execution), "Submitted", f"as execution {execution.id.name}{f' by {by}' if by else ''}")]
-        if (began := started(execution)) is not None:
-            found.append(Event(began, "Started", "Flyte began to run it"))
-        phase = phase_of(execution)
-        if phase.is_end:
-            at = execution.closure.updated_at.ToNanoseconds() / 1e9 or created(execution)
-            kind: Literal["normal", "warning"] = "normal" if phase is Phase.SUCCEEDED else "warning"
-            found.append(Event(at, phase.value.capitalize(), message_of(execution), kind))
+        found = events_of(execution)
+        if phase_of(execution) is Phase.SUCCEEDED:
+            try:
+                found += startup_of(self._record(execution))
+            except BackendError as error:
+                log.warning("where the time of the start went is not known: %s", error)
         found += self._kubernetes().events(execution.id.name)
         return sorted(found, key=lambda event: event.time)
 
@@ -335,8 +336,7 @@ class FlyteBackend:
 
     def _with_record(self, run: Run, execution: Execution) -> Run:
         try:
-            with translated_errors(f"to read the record of {run.name}"):
-                record = json.loads(self._store.read(self._output_uris(execution)["record"]))
+            record = self._record(execution)
         except BackendError as error:
             # The run succeeded, whether or not this machine can reach the object store.
             return replace(run, message=str(error))
@@ -351,6 +351,12 @@ class FlyteBackend:
             tokens_per_second=record["tokens_per_second"],
             restarts=record["restarts"],
         )
+
+    def _record(self, execution: Execution) -> dict[str, Any]:
+        """The completion record among the outputs of an execution that succeeded."""
+        with translated_errors(f"to read the record of {run_name(execution)}"):
+            found: dict[str, Any] = json.loads(self._store.read(self._output_uris(execution)["record"]))
+        return found
 
     def _output_uris(self, execution: Execution) -> dict[str, str]:
         """Addresses of the outputs of an execution that succeeded."""

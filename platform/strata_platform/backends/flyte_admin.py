@@ -36,11 +36,12 @@ _RETRY = {
         }
     ]
 }
-# Flyte's messages hold whole workflows. The keepalive finds a connection that a load balancer has dropped.
+# Flyte's messages hold whole workflows. The keepalive finds a connection that a load balancer has dropped; servers of
+# Flyte's kind end one that is asked more often than every five minutes.
 _OPTIONS = (
     ("grpc.max_receive_message_length", 256 * _MIB),
     ("grpc.max_metadata_size", 32 * 1024),
-    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_time_ms", 310_000),
     ("grpc.enable_retries", 1),
     ("grpc.service_config", json.dumps(_RETRY)),
 )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgpack
 from flyteidl.admin.execution_pb2 import Execution
 from flyteidl.core import literals_pb2
 from flyteidl.core.execution_pb2 import WorkflowExecution
 
-from strata_platform.runs import Phase
+from strata_platform.runs import Event, Phase
 
 if TYPE_CHECKING:
     from strata_platform.spec import RunSpec
@@ -93,3 +94,27 @@ def spec_inputs(spec: RunSpec) -> literals_pb2.LiteralMap:
     value = msgpack.dumps(json.loads(spec.model_dump_json()))
     binary = literals_pb2.Binary(value=value, tag="msgpack")
     return literals_pb2.LiteralMap(literals={"spec": literals_pb2.Literal(scalar=literals_pb2.Scalar(binary=binary))})
+
+
+def events_of(execution: Execution) -> list[Event]:
+    """Flyte's phases of an execution."""
+    by = owner_of(execution)
+    found = [Event(created(execution), "Submitted", f"as execution {execution.id.name}{f' of {by}' if by else ''}")]
+    if (began := started(execution)) is not None:
+        found.append(Event(began, "Started", "Flyte began to run it"))
+    phase = phase_of(execution)
+    if phase.is_end:
+        at = execution.closure.updated_at.ToNanoseconds() / 1e9 or created(execution)
+        kind: Literal["normal", "warning"] = "normal" if phase is Phase.SUCCEEDED else "warning"
+        found.append(Event(at, phase.value.capitalize(), message_of(execution), kind))
+    return found
+
+
+def startup_of(record: Mapping[str, Any]) -> list[Event]:
+    """The ends of the phases of a run's last start, by its completion record; those of earlier versions have none."""
+    at, found = record.get("begun"), []
+    if at is not None:
+        for phase, seconds in record["startup"].items():
+            at += seconds
+            found.append(Event(at, "Startup", f"{phase}: {seconds:.2f} s"))
+    return found

@@ -49,6 +49,7 @@ def _values(record: CompletionRecord, points: Sequence[MetricPoint], spec_yaml: 
         "task_scores": sections.task_scores(record),
         "samples": opened,
         "more_samples": collapsed,
+        "startup": sections.startup(record),
         "warmup": sections.warmup(record),
         "kernels": sections.kernels(record),
         "float8": sections.float8(record),

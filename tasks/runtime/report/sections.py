@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from strata_platform.runs import MetricPoint
-from tasks.runtime.report.numbers import GIB, MINUS, change, counted, grouped, loss, number, percent, words
+from tasks.runtime.report.numbers import GIB, MINUS, change, counted, duration, grouped, loss, number, percent, words
 from tasks.runtime.report.svg.chart import Chart, Mark
 from tasks.runtime.run_folder.record import CompletionRecord, Evaluated, SourceShare
 
@@ -268,6 +268,13 @@ _SECONDS = {
     "store_seconds": "Seconds of waiting for the store",
     "compile_seconds": "Seconds of compiling, summed over threads",
 }
+
+
+def startup(record: CompletionRecord) -> Table:
+    """Where the time of the last start went, until its second step."""
+    rows = [(words(name), duration(seconds)) for name, seconds in record.startup.items()]
+    total = [("Together", duration(sum(record.startup.values())))] if rows else []
+    return Table(("Start", "Time"), rows + total)
 
 
 def failed_kernels(record: CompletionRecord) -> Table:

@@ -154,6 +154,10 @@ class CompletionRecord(BaseModel):
     """Number of patched modules, by operator."""
     float8: dict[str, Any] = {}
     """With `training.float8`: `scaling`, and `exact`, the layers for which FP8 was not faster."""
+    begun: float | None = None
+    """When the first process of the last start began, in seconds since the epoch."""
+    startup: dict[str, float] = {}
+    """Seconds of each phase of that start, up to its second step, in their order."""
     warmup: dict[str, Any]
     """Kernels compiled before training; see the kernel layer's WarmupReport."""
     versions: dict[str, str]

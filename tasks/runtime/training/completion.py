@@ -18,6 +18,7 @@ from tasks.runtime import checkpoint
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.loader import DataSkip, spans_read
 from tasks.runtime.data.mixture import source_shares
+from tasks.runtime.metrics import startup
 from tasks.runtime.metrics.progress import report_progress
 from tasks.runtime.metrics.recorder import throughput, utilization
 from tasks.runtime.models.custom_code import model_code
@@ -92,6 +93,8 @@ def write_record(
         sources=source_shares(data.manifest, run.spec.data.weights, _rows_read(run.spec, done, skips)),
         kernels=dict(step.patched.counts) if step.patched else {},
         float8=metadata.get(FLOAT8, {}),
+        begun=startup.begun(),
+        startup=startup.seconds([point for point in points if point.attempt == attempt]),
         warmup=warmup.to_dict(),
         versions=versions(),
         code=_code(data, step.objective) | callbacks | model_code(run.spec.model),

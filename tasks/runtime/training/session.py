@@ -18,6 +18,7 @@ from tasks.runtime.checkpoint.object_store import retry, undo_upload
 from tasks.runtime.checkpoint.upload import STARTUP_TIMEOUT, CheckpointUploader, uploader_for
 from tasks.runtime.faults.health_check import check_health
 from tasks.runtime.faults.oom_advice import advice_for
+from tasks.runtime.metrics import startup
 from tasks.runtime.metrics.progress import report_progress
 from tasks.runtime.preflight import run_checks
 from tasks.runtime.process.deterministic import deterministic
@@ -74,7 +75,9 @@ def session(spec: RunSpec) -> Iterator[Session]:
         # Before the process group exists: a long compilation must not look like a hanging collective.
         report = warm_up_pod(spec, folder)
         held.callback(processes.disconnect)
+        startup.mark("imports of the processes")
         processes.connect()
+        startup.mark("rendezvous")
         leases: list[Lease] = []
         processes.on_main(lambda: held.enter_context(_locked_folder(spec, folder, uploader, leases)))
         if uploader is not None:

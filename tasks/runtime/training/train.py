@@ -25,6 +25,7 @@ from tasks.runtime.data import PreparedData
 from tasks.runtime.data.mixture import source_shares
 from tasks.runtime.evaluation.during_training import TrainingEvaluator
 from tasks.runtime.extensions.callback_runner import CallbackRunner
+from tasks.runtime.metrics import startup
 from tasks.runtime.metrics.mfu import build_mfu
 from tasks.runtime.metrics.progress import report_progress
 from tasks.runtime.metrics.recorder import Recorder
@@ -131,6 +132,7 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
             stopping = defer_sigterm() if run.spec.checkpoint.on_sigterm == "save" else nullcontext(StopRequest())
             with closing(job.watchdog), closing(job.writer):
                 with stopping as job.stop_request:
+                    startup.mark("model")
                     job.run(framework or load_framework(run.spec.runtime.framework))
                     job.watchdog.expect("the end", math.inf)
                 _stop_if_requested(run, job)

@@ -3,6 +3,7 @@
 Whole runs on a cluster are in tests/e2e.
 """
 
+import json
 from datetime import UTC, datetime
 
 import grpc
@@ -340,6 +341,22 @@ def test_events_are_those_of_the_runs_own_objects(client, admin, kubernetes):
     assert [event.reason for event in events] == ["Submitted", "Seen", "Seen", "Seen"]
     assert {event.about for event in events[1:]} == {f"pod/{names[0]}", f"pod/{names[1]}", "pod/run"}
     assert {event.kind for event in events[1:]} == {"warning"}
+
+
+def test_events_of_a_run_that_succeeded_say_where_the_time_of_its_start_went(client, admin, tmp_path):
+    admin.add("run", core_pb2.WorkflowExecution.SUCCEEDED)
+    startup = {"imports": 2.5, "model": 1.0, "first step": 0.25}
+    (tmp_path / "record.json").write_text(json.dumps({"begun": 1000.0, "startup": startup}))
+    (tmp_path / "old.json").write_text("{}")
+    admin.outputs["run"] = dict.fromkeys(("model", "report"), "file:///x") | {
+        "record": f"file://{tmp_path}/record.json"
+    }
+    found = [event for event in client.events("run") if event.reason == "Startup"]
+    assert [(event.time, event.message) for event in found] == [
+        (1002.5, "imports: 2.50 s"), (1003.5, "model: 1.00 s"), (1003.75, "first step: 0.25 s"),
+    ]  # fmt: skip
+    admin.outputs["run"]["record"] = f"file://{tmp_path}/old.json"
+    assert "Startup" not in {event.reason for event in client.events("run")}
 
 
 def test_events_of_objects_with_hashed_names_are_known_by_their_labels(client, admin, kubernetes):

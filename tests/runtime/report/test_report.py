@@ -144,6 +144,12 @@ def page_of(points=(), **changes):
     return Page(render_report(RECORD.model_copy(update=changes), list(points), SPEC))
 
 
+def test_where_the_time_of_the_start_went_is_a_table():
+    text = render_report(RECORD.model_copy(update={"startup": {"imports": 61.5, "first step": 1.25}}), [], SPEC)
+    assert "<h2>Start</h2>" in text and "First step" in text and "Together" in text
+    assert "<h2>Start</h2>" not in render_report(RECORD, [], SPEC)
+
+
 def test_headline_tells_result_and_cost():
     said = page_of(make_points(60)).sections[""].split("\n")
     for expected in ("finetune", "Complete", "7.021", "2.713", "\u221261.4 %", "1,120", "15.1", "3 min 12 s", "24.8 k"):

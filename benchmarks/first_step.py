@@ -1,0 +1,78 @@
+"""Where the time of a small run goes, from its submission to the second step and to its end.
+
+    KUBECONFIG=... FLYTECTL_CONFIG=... python -m benchmarks.first_step --image IMAGE [--runs 3]
+
+Submits the two-pod run of tests/e2e/spec.yaml once, so that its data are prepared and the workflow is registered, then
+again under other names. The last of them is submitted once more after its end. Prints the rows of a table: median,
+least, most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import yaml
+from kubernetes import client, config
+
+from benchmarks.submission import FIRST, JOB, MEANINGS, SPEC, Moments, show, stages
+from strata_platform.backends.flyte import FlyteBackend
+from strata_platform.client import Client
+from strata_platform.runs import Phase
+from strata_platform.spec import RunSpec
+
+ROOT = Path(__file__).parents[1]
+
+
+def measured(runs: Client, moments: Moments, name: str) -> dict[str, float]:
+    """Seconds of every stage of a run that is followed to its end. Raises AssertionError if it fails."""
+    spec = RunSpec.model_validate(yaml.safe_load(SPEC.read_text()) | {"name": name})
+    moments.note(name, "begin")
+    clock = time.time() - time.monotonic()
+    runs.submit(spec)
+    moments.note(name, "answered")
+    run = runs.wait(name)
+    end = time.monotonic()
+    assert run.phase is Phase.SUCCEEDED, run.message
+    at = moments.of(name)
+    record = json.loads(Path(runs.outputs(name, to=ROOT / "out" / name).record).read_text())
+    row = stages(at, FIRST) | {"start task": at["start ended"] - at["start running"]} | stages(at, JOB)
+    first = (
+        record["begun"] - clock + sum(seconds for phase, seconds in record["startup"].items() if phase != "second step")
+    )
+    return row | record["startup"] | {"first step ends": first - at["begin"], "run ends": end - at["begin"]}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--image", required=True, help="the project's image")
+    parser.add_argument("--project", default="flytesnacks")
+    parser.add_argument("--domain", default="development")
+    parser.add_argument("--runs", type=int, default=3)
+    asked = parser.parse_args()
+    config.load_kube_config()
+    runs = Client(FlyteBackend(asked.project, asked.domain, image=asked.image, source=ROOT), poll=0.5)
+    moments = Moments(f"{asked.project}-{asked.domain}")
+    names = [f"first-step-{time.time_ns() // 10**9}-{number}" for number in range(asked.runs + 1)]
+    _, *rows = [measured(runs, moments, name) for name in names]
+    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n")
+    for stage in rows[0]:
+        show(stage, [row[stage] for row in rows], MEANINGS.get(stage, ""))
+    begin = time.monotonic()
+    runs.submit(RunSpec.model_validate(yaml.safe_load(SPEC.read_text()) | {"name": names[-1]}))
+    again = runs.wait(names[-1])
+    assert again.phase is Phase.SUCCEEDED, again.message
+    mine = {"label_selector": f"execution-id={names[-1]}-x2"}
+    jobs = client.CustomObjectsApi().list_namespaced_custom_object(
+        "kubeflow.org", "v1", f"{asked.project}-{asked.domain}", "pytorchjobs", **mine
+    )["items"]
+    assert not jobs, "a finished run started a job"
+    show("submitted again", [time.monotonic() - begin], "until the outputs of the finished run are there; no job")
+
+
+if __name__ == "__main__":
+    main()
