@@ -25,9 +25,11 @@ from typing import Any
 from strata_platform.backends.flyte import FlyteBackend
 from strata_platform.backends.flyte_admin import FlyteAdmin
 from strata_platform.backends.flyte_registration import WORKFLOW
+from strata_platform.backends.kubernetes_objects import Namespace
 from strata_platform.client import Client
 from strata_platform.errors import RunExists, StrataError
 from strata_platform.kubernetes_api import KubernetesApi
+from strata_platform.queue_shares import CONFIG_MAP, KEY, Shares
 from strata_platform.runs import Phase, Run
 from strata_platform.spec import RunSpec
 
@@ -90,6 +92,9 @@ def user(name: str, project: str, version: str, runs: list[str], start: Barrier,
     """A user's process: submit `runs` one after the other, the contested ones at the same moment as others."""
     os.environ["STRATA_OWNER"] = name
     calls = count_calls()
+    # The tenant's first queue, for which the client looks; the pods do not queue.
+    shares = Shares.parse(Namespace(f"{project}-{DOMAIN}").text(CONFIG_MAP, KEY) or "")
+    resources = {"queue": next(iter(shares.queues)), "cpu": "10m", "memory": "16Mi"}
     for number, run in enumerate(runs):
         client = Client(FlyteBackend(project, DOMAIN, version=version))
         if number < CONTESTED:
@@ -98,7 +103,9 @@ def user(name: str, project: str, version: str, runs: list[str], start: Barrier,
         begin = time.monotonic()
         attempt = Attempt(project, run, name, 0.0)
         try:
-            attempt.where = client.submit(RunSpec(name=run, output="/runs")).where
+            attempt.where = client.submit(
+                RunSpec.model_validate({"name": run, "output": "/runs", "resources": resources})
+            ).where
         except RunExists as error:
             attempt.refusal = str(error)
         except StrataError as error:

@@ -45,17 +45,28 @@ def kernels(state, number):
     return series("strata_warmup_kernels", f"{number}{FOREVER}", f'{RUN},state="{state}"')
 
 
+def admitted(values, queue="q"):
+    return series("kueue_admitted_active_workloads", values, f'cluster_queue="{queue}",replica_role="leader"')
+
+
+BUSY = admitted(f"1{FOREVER}")
 IDLE = [pending(status, f"0{FOREVER}") for status in ("active", "inadmissible")]
 HEALTHY = [*run(), *IDLE, kernels("hit", 8), kernels("compiled", 0), kernels("failed", 0)]
 CASES = {
     "all is well": (HEALTHY, set()),
+    "a run waits, and nothing runs that could make room": (
+        [admitted(f"0{FOREVER}"), pending("active", f"0{FOREVER}"), pending("inadmissible", f"1{FOREVER}")],
+        {"StrataQueueWaiting", "StrataQueueStuck"}),
+    "another queue has runs": (
+        [admitted(f"3{FOREVER}", "other"), pending("inadmissible", f"1{FOREVER}")],
+        {"StrataQueueWaiting", "StrataQueueStuck"}),
     # Under BestEffortFIFO what does not fit is inadmissible, and nothing is active.
     "a run that does not fit waits": (
-        [pending("active", f"0{FOREVER}"), pending("inadmissible", f"2{FOREVER}")], {"StrataQueueWaiting"}),
+        [BUSY, pending("active", f"0{FOREVER}"), pending("inadmissible", f"2{FOREVER}")], {"StrataQueueWaiting"}),
     "a run is tried again and again": (
-        [pending("active", f"1{FOREVER}"), pending("inadmissible", f"0{FOREVER}")], {"StrataQueueWaiting"}),
+        [BUSY, pending("active", f"1{FOREVER}"), pending("inadmissible", f"0{FOREVER}")], {"StrataQueueWaiting"}),
     "it goes from one state to the other": (
-        [pending("active", "1 0 " * 200), pending("inadmissible", "0 1 " * 200)], {"StrataQueueWaiting"}),
+        [BUSY, pending("active", "1 0 " * 200), pending("inadmissible", "0 1 " * 200)], {"StrataQueueWaiting"}),
     "the queue was emptied": ([pending("active", f"0{FOREVER}"), pending("inadmissible", "2x150 0x250")], set()),
     "a follower reports what it does not know": (
         [pending("inadmissible", f"0{FOREVER}"), pending("inadmissible", f"0{FOREVER}", role="follower")], set()),

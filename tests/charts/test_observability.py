@@ -64,7 +64,7 @@ def served():
 
 
 def test_all_expressions_are_looked_at():
-    assert len(of_rules()) == RULES.count("- alert:") == 8
+    assert len(of_rules()) == RULES.count("- alert:") == 9
     assert len(of_dashboards()) > 15
 
 

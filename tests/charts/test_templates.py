@@ -2,11 +2,12 @@
 
 import json
 import re
+from datetime import timedelta
 
 import pytest
 import yaml
 
-from strata_platform.chart import removal
+from strata_platform.chart import queue_timeout, removal
 from strata_platform.chart.cluster_test import Cluster
 from strata_platform.estimate.prices import CONFIG_MAP, KEY, Price, parse_prices
 from strata_platform.queue_shares import Shares
@@ -452,6 +453,22 @@ def test_what_is_removed_first_is_what_is_installed(helm, rendered):
     assert {item["annotations"]["helm.sh/hook"] for item in hooks} == {"pre-delete"}
     off = helm.render("--values", CHART / "ci" / "teams-values.yaml", "--set", "removal.enabled=false")
     assert not [item for item in off if item["metadata"]["name"] == "strata-removal"]
+
+
+def test_runs_without_prospect_are_ended_where_that_is_asked_for(helm, rendered):
+    assert of_kind(rendered["teams"], "CronJob") == []
+    asked = ("--set", "queues.timeout.after=2h", "--set", "queues.timeout.flyte=flyte-binary-grpc.flyte:8089")
+    objects = helm.render("--values", CHART / "ci" / "teams-values.yaml", *asked)
+    (job,) = of_kind(objects, "CronJob")
+    pod = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+    assert_restricted(pod)
+    env = {item["name"]: item["value"] for item in pod["containers"][0]["env"]}
+    settings = queue_timeout.Settings.model_validate_json(env[queue_timeout.VARIABLE])
+    assert settings.longest == timedelta(hours=2) and len(settings.tenants) == 3
+    assert (settings.tenants[0].project, settings.tenants[0].domain) == ("language", "development")
+    roles = [item for item in of_kind(objects, "Role") if item["metadata"]["name"] == job["metadata"]["name"]]
+    assert {role["metadata"]["namespace"] for role in roles} == {tenant.namespace for tenant in settings.tenants}
+    assert {verb for role in roles for rule in role["rules"] for verb in rule["verbs"]} == {"list"}
 
 
 def test_what_is_tested_is_what_is_installed(rendered):

@@ -107,6 +107,11 @@ kernels.store.url: empty, but kernels.store.secret is set; set kernels.store.url
 queues.unqueuedLimits.{{ $name }}: {{ $most }} is less than {{ $needed }}, which Strata's tasks may use; raise it
 {{- end }}
 {{- end }}
+{{- with .Values.queues.timeout }}
+{{- if and .after (not .flyte) }}
+queues.timeout.flyte: empty, but queues.timeout.after asks to end runs; name Flyte's gRPC service, or leave after out
+{{- end }}
+{{- end }}
 {{- range $list := list "topologies" "flavors" "clusterQueues" "priorities" }}
 {{- include "strata.problems.taken" (list (printf "queues.%s" $list) "name" (index $.Values.queues $list)) }}
 {{- end }}

@@ -107,12 +107,14 @@ class FlyteBackend:
 
         Flyte decides which of two submissions at once has the name: the other one gets RunExists.
         """
-        self._require_ended(spec.name)
         plan = self._registration.launch_plan()
         mine = uuid4().hex
         labels = {NAME: spec.name, OWNER: this_user()}
         while True:
-            name = self._next_name(spec.name)
+            # One look finds what has not ended and the name that is free: whoever submits meanwhile takes that name.
+            found, name = self._look(spec.name)
+            for execution in self._live(spec.name, found):
+                raise self._exists(execution)
             try:
                 with translated_errors(f"to submit {spec.name}"):
                     self._admin.create(name, plan, spec_inputs(spec), labels, {SUBMISSION: mine})
@@ -128,10 +130,6 @@ class FlyteBackend:
                         raise self._exists(taken) from error
                     continue
             return self._run(self._fetch(name))
-
-    def _require_ended(self, name: str) -> None:
-        for execution in self._live(name):
-            raise self._exists(execution)
 
     def _exists(self, execution: Execution) -> RunExists:
         name, by = run_name(execution), owner_of(execution)
@@ -164,7 +162,7 @@ class FlyteBackend:
         execution = self._newest(name)
         if phase_of(execution) is Phase.SUCCEEDED:
             # A finished run that was submitted again trained in an execution before.
-            for each in (execution, *reversed(self._submitted(name))):
+            for each in (execution, *reversed(self._look(name)[0])):
                 if file := self._metrics_file(each):
                     return parse_points(map(json.loads, file.splitlines()))
         values = (progress_line.decode(line.text) or {} for line in self._lines(execution, pause))
@@ -194,7 +192,7 @@ class FlyteBackend:
         """Terminate every execution of the run that has not ended. Their pods have their grace period to end."""
         self._newest(name)
         with translated_errors(f"to cancel {name}"):
-            for execution in self._live(name):
+            for execution in self._live(name, self._look(name)[0]):
                 self._admin.terminate(execution.id.name, "canceled with strata")
 
     def outputs(self, name: str, to: Path | None) -> Outputs:
@@ -211,33 +209,29 @@ class FlyteBackend:
                     found[kind] = str(copy)
         return Outputs(**found)
 
-    def _submitted(self, name: str) -> list[Execution]:
-        """The executions that `submit` started for a run, the oldest first."""
+    def _look(self, name: str) -> tuple[list[Execution], str]:
+        """The executions that `submit` started for a run, the oldest first, and the name of the next one."""
         found: list[Execution] = []
         for number in count(1):
             execution = self._find(execution_name(name, number))
             if execution is None:
-                return found
+                return found, execution_name(name, number)
             # Another run may have taken the name of the next execution.
             if number == 1 or run_name(execution) == name:
                 found.append(execution)
         raise AssertionError
 
-    def _next_name(self, name: str) -> str:
-        names = (execution_name(name, number) for number in count(1))
-        return next(name for name in names if self._find(name) is None)
-
-    def _live(self, name: str) -> list[Execution]:
+    def _live(self, name: str, submitted: Sequence[Execution]) -> list[Execution]:
         """The executions of a run that have not ended, whoever started them; the newest first."""
         with translated_errors(f"to look for {name}"):
             found = {execution.id.name: execution for execution in self._admin.executions(filters=LIVE)}
-        found |= {execution.id.name: execution for execution in self._submitted(name)}
+        found |= {execution.id.name: execution for execution in submitted}
         mine = [each for each in found.values() if run_name(each) == name and not phase_of(each).is_end]
         return sorted(mine, key=created, reverse=True)
 
     def _newest(self, name: str) -> Execution:
         """The newest execution of a run, as `list` shows it. Raises RunNotFound."""
-        found = self._submitted(name)
+        found = self._look(name)[0]
         if not found:
             raise RunNotFound(f"no run was submitted to {self._where} as {name!r}; 'strata list' shows all")
         self._look_for_relaunched(since=created(found[-1]))

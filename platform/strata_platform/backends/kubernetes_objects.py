@@ -87,6 +87,21 @@ class Namespace:
         events = (_event(item) for item, its in about if its.get("uid") in mine or gone.match(its.get("name", "")))
         return sorted(events, key=lambda event: event.time)
 
+    def hopeless(self, before: datetime) -> dict[str, Object]:
+        """Workloads of runs that wait since `before` a time or longer and can never be admitted, by execution."""
+        found = [each for each in self._list(WORKLOADS) if is_hopeless(each) and waits_since(each) <= before]
+        if not found:
+            return {}
+        with translated_errors("to list the pods of all runs"):
+            pods = self.api.items(f"{self.core}/pods", labelSelector=EXECUTION)
+        owners = [*pods, *self._list(JOBS, EXECUTION)]
+        return {
+            _labels(owner)[EXECUTION]: workload
+            for workload in found
+            for owner in owners
+            if _is_of(workload, {owner["metadata"]["uid"]})
+        }
+
     def _uids(self, execution: str, pods: Sequence[Object]) -> set[str]:
         """The uids of an execution's pods and jobs."""
         jobs = self._list(JOBS, f"{EXECUTION}={execution}")
@@ -176,11 +191,23 @@ def _in_queue(workload: Object, workloads: Iterable[Object]) -> RunStatus:
     reserved = _condition(workload, "QuotaReserved") or {}
     evicted = _condition(workload, "Evicted") or {}
     message = reserved.get("message", "")
-    if _NEVER in message and _LATER not in message:
+    if is_hopeless(workload):
         message = f"no quota is large enough, so it waits for ever; cancel it and ask for less ({message})"
     if evicted.get("status") == "True":
         message = f"{evicted.get('reason', 'Evicted')}: {evicted.get('message', '')}"
     return RunStatus(Stage.WAITING, message, queue, sum(_turn(other) < _turn(workload) for other in others))
+
+
+def is_hopeless(workload: Object) -> bool:
+    """Whether a waiting workload can never be admitted, as Kueue says: no flavor's whole quota is large enough."""
+    message = (_condition(workload, "QuotaReserved") or {}).get("message", "")
+    return _is_waiting(workload) and _NEVER in message and _LATER not in message
+
+
+def waits_since(workload: Object) -> datetime:
+    """Since when a waiting workload waits: since it was made, or lost its quota."""
+    since = (_condition(workload, "QuotaReserved") or {}).get("lastTransitionTime")
+    return datetime.fromisoformat(since or workload["metadata"]["creationTimestamp"])
 
 
 def _turn(workload: Object) -> tuple[int, str, str]:

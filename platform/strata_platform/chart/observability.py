@@ -6,10 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from strata_platform.chart.value_fields import DnsName, Labels, Values
+from strata_platform.chart.value_fields import DnsName, Duration, Labels, Values
 
-Duration = Annotated[str, Field(pattern=r"^[1-9][0-9]*(s|m|h|d)$")]
-"""A duration as Prometheus writes it, such as 15m."""
 Share = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -25,6 +23,7 @@ class Alerts(Values):
     data_wait: Share = Field(0.2, description="Maximum share of the time that a process waits for data.")
     checkpoint_after: Duration = Field("2h", description="Maximum time that a run trains without a checkpoint.")
     queued_after: Duration = Field("1h", description="Maximum time that a queue has waiting runs.")
+    stuck_after: Duration = Field("15m", description="Maximum time that a queue has waiting runs and admits none.")
 
 
 class Dashboards(Values):

@@ -11,7 +11,9 @@ from strata_platform.chart.value_fields import (
     DnsName,
     LabelKey,
     Labels,
+    OptionalAddress,
     OptionalDnsName,
+    OptionalDuration,
     OptionalQuantity,
     Quantities,
     Quantity,
@@ -113,6 +115,15 @@ class Kueue(Values):
     config_map: DnsName = Field("kueue-manager-config", description="Kueue's config map.")
 
 
+class QueueTimeout(Values):
+    """A CronJob that ends runs which wait and can never be admitted, such as after a quota became smaller."""
+
+    after: OptionalDuration = Field("", description="Time that such a run may wait; empty: for ever.")
+    flyte: OptionalAddress = Field(
+        "", description="`host:port` of Flyte's gRPC service in the cluster, without authentication."
+    )
+
+
 class Queues(Values):
     """Kueue's cluster-wide objects, and which pods must queue."""
 
@@ -139,6 +150,7 @@ class Queues(Values):
         description="Maximum of a container in a pod without a queue; more needs one. Strata's own tasks have "
         f"{TASK_LIMITS['cpu']} CPUs and {TASK_LIMITS['memory']}.",
     )
+    timeout: QueueTimeout = Field(QueueTimeout(), description="End runs that wait without prospect.")
     topologies: tuple[Topology, ...] = Field((), description="Topologies of nodes.")
     flavors: tuple[Flavor, ...] = Field((), description="Kinds of nodes.")
     cluster_queues: tuple[ClusterQueue, ...] = Field((), description="Shares of the cluster.")

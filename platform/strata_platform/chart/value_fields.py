@@ -86,8 +86,13 @@ Cidr = Annotated[
 ]
 """A range of IPv4 or IPv6 addresses; empty where there is none."""
 
-Address = Annotated[str, Field(pattern=r"^([A-Za-z0-9.-]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}$")]
+_ADDRESS = r"([A-Za-z0-9.-]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}"
+Address = Annotated[str, Field(pattern=f"^{_ADDRESS}$")]
 """`host:port`; an IPv6 address has brackets."""
+OptionalAddress = Annotated[str, Field(pattern=f"^({_ADDRESS})?$")]
+Duration = Annotated[str, Field(pattern=r"^[1-9][0-9]*(s|m|h|d)$")]
+"""A duration as Prometheus writes it, such as 15m."""
+OptionalDuration = Annotated[str, Field(pattern=r"^([1-9][0-9]*(s|m|h|d))?$")]
 
 PortNumber = Annotated[int, Field(ge=1, le=65535)]
 UserId = Annotated[int, Field(ge=1, le=2**31 - 1)]

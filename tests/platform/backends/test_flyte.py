@@ -17,12 +17,14 @@ from strata_platform.backends.flyte import FlyteBackend
 from strata_platform.backends.flyte_messages import PHASES, error_text
 from strata_platform.backends.kubernetes_objects import Namespace, RunStatus, status_of
 from strata_platform.backends.pod_logs import TimeOrderedLines, line_of
+from strata_platform.chart import queue_timeout
 from strata_platform.cli import app
 from strata_platform.client import prices_of_cluster
-from strata_platform.errors import BackendError, NotReady, Refused, RunNotFound, SpecError, Unreachable
+from strata_platform.errors import BackendError, NotReady, Refused, RunExists, RunNotFound, SpecError, Unreachable
 from strata_platform.estimate import Prices
 from strata_platform.kubernetes_api import ApiError
 from strata_platform.runs import LogLine, Phase, Stage
+from strata_platform.spec import RunSpec
 from tests.platform.helpers.servers import NAMESPACE, TRAIN, pod, pods_of, workload
 
 RESERVED = {"QuotaReserved": {"status": "True"}, "Admitted": {"status": "True"}}
@@ -90,6 +92,53 @@ IN_USE = "insufficient unused quota for cpu in flavor two, 1 more needed"
 )  # fmt: skip
 def test_where_a_run_is(kubernetes, pods, workloads, expected):
     assert status_of(pods_of(kubernetes, *pods), workloads, {"mine", "uid-a"}) == expected
+
+
+def test_a_run_that_no_quota_admits_is_ended_after_the_time_it_may_wait(client, admin, kubernetes, monkeypatch):
+    for name in ("large", "new", "busy"):
+        admin.add(name, core_pb2.WorkflowExecution.RUNNING)
+    kubernetes.content["pods"] = [
+        pod(name) | {"metadata": pod(name)["metadata"] | {"uid": name, "labels": {"execution-id": name}}}
+        for name in ("large", "new", "busy")
+    ]
+    since = {"large": "2026-11-22T00:00:00Z", "new": "2026-11-22T01:30:00Z", "busy": "2026-11-22T00:00:00Z"}
+    waiting = [
+        workload(
+            name,
+            QuotaReserved={
+                "status": "False",
+                "message": IN_USE if name == "busy" else TOO_LARGE,
+                "lastTransitionTime": at,
+            },
+        )
+        for name, at in since.items()
+    ]
+    kubernetes.content["workloads"] = (200, waiting)
+    monkeypatch.setenv("FLYTE_PLATFORM_URL", client.backend._config.endpoint)
+    monkeypatch.setenv("FLYTE_PLATFORM_INSECURE", "true")
+    tenant = {"namespace": "flytesnacks-development", "project": "flytesnacks", "domain": "development"}
+    settings = queue_timeout.Settings.model_validate({"after": "2h", "tenants": [tenant]})
+    (said,) = queue_timeout.end_hopeless_runs(settings, datetime(2026, 11, 22, 3, tzinfo=UTC))
+    assert said.startswith("flytesnacks-development: large is ended: no quota of queue research is large enough")
+    assert "queues.timeout.after, 2h" in said and TOO_LARGE in said
+    assert [client.get(name).phase for name in since] == [Phase.ABORTED, Phase.QUEUED, Phase.QUEUED]
+
+
+def test_a_submission_between_the_look_and_the_execution_of_another_takes_the_name(client, admin, monkeypatch):
+    admin.active = "v1"
+    find, looks = FlyteBackend._find, []
+
+    def found_and_overtaken(self, name):
+        execution = find(self, name)
+        looks.append(name)
+        if len(looks) == 1:
+            admin.add("run", core_pb2.WorkflowExecution.RUNNING, label="run", owner="ada")
+        return execution
+
+    monkeypatch.setattr(FlyteBackend, "_find", found_and_overtaken)
+    with pytest.raises(RunExists, match="has not ended, as execution run of ada"):
+        client.submit(RunSpec(name="run"))
+    assert list(admin.executions) == ["run"]
 
 
 def test_lines_have_the_rank_that_they_tell_or_that_of_their_pods_first_process(kubernetes):

@@ -1,0 +1,64 @@
+"""The chart's CronJob that ends runs without prospect: `python -m strata_platform.chart.queue_timeout`.
+
+`strata submit` and the first task of a run reject what no queue can admit. A run can still come to wait for ever: by
+`--force`, or because a quota became smaller. The chart passes the tenants as JSON in the variable
+STRATA_QUEUE_TIMEOUT, and Flyte's address in those of Flyte's own clients.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+
+from pydantic import BaseModel
+
+from strata_platform.backends.api_errors import translated_errors
+from strata_platform.backends.flyte_admin import FlyteAdmin
+from strata_platform.backends.flyte_config import FlyteConfig
+from strata_platform.backends.kubernetes_objects import Namespace
+
+VARIABLE = "STRATA_QUEUE_TIMEOUT"
+_UNITS = {"s": timedelta(seconds=1), "m": timedelta(minutes=1), "h": timedelta(hours=1), "d": timedelta(days=1)}
+
+
+class Tenant(BaseModel):
+    """Where a tenant's runs are, in Kubernetes and in Flyte."""
+
+    namespace: str
+    project: str
+    domain: str
+
+
+class Settings(BaseModel):
+    """What the chart says."""
+
+    after: str
+    """As in the values."""
+    tenants: list[Tenant]
+
+    @property
+    def longest(self) -> timedelta:
+        """How long a run may wait."""
+        return int(self.after[:-1]) * _UNITS[self.after[-1]]
+
+
+def end_hopeless_runs(settings: Settings, now: datetime) -> Iterator[str]:
+    """End every run that has waited too long and can never be admitted; says of each what was ended and why."""
+    before, config = now - settings.longest, FlyteConfig.read()
+    for tenant in settings.tenants:
+        admin = FlyteAdmin(config, tenant.project, tenant.domain)
+        for execution, workload in Namespace(tenant.namespace).hopeless(before).items():
+            (why,) = [c["message"] for c in workload["status"]["conditions"] if c["type"] == "QuotaReserved"]
+            cause = (
+                f"no quota of queue {workload['spec']['queueName']} is large enough, and the run has waited for longer "
+                f"than queues.timeout.after, {settings.after}; ask for less, or for a larger quota ({why})"
+            )
+            with translated_errors(f"to end {execution}"):
+                admin.terminate(execution, cause)
+            yield f"{tenant.namespace}: {execution} is ended: {cause}"
+
+
+if __name__ == "__main__":
+    for line in end_hopeless_runs(Settings.model_validate_json(os.environ[VARIABLE]), datetime.now(UTC)):
+        print(line, flush=True)
