@@ -5,7 +5,7 @@ Measured on prompts that were held out from both runs.
 
 import json
 import random
-from itertools import permutations
+from itertools import product
 
 from transformers import AutoTokenizer
 
@@ -17,7 +17,7 @@ from tasks.runtime.run_folder.metrics_file import read_evaluations, read_points
 from tests.runtime.helpers.narrow_preset import narrow
 from tests.runtime.helpers.train_only import train_spec
 
-STEPS = 40
+STEPS = 50
 
 
 def write(path, rows):
@@ -46,19 +46,19 @@ def write_model(output, spec):
 
 def test_a_reward_rises_from_chance_on_held_out_prompts(tmp_path):
     draw = random.Random(0)
-    words = list(permutations("abcdefgh", 3))
+    words = list(product("abcdefgh", repeat=3))
     draw.shuffle(words)
     prompts = [f" {' '.join(word)} =" for word in words]
     guesses = [
         {"prompt": prompt, "completion": f" {draw.choice(word)}"}
-        for prompt, word in zip(prompts[:280], words[:280], strict=True)
-        for _ in range(3)
+        for prompt, word in zip(prompts[:440], words[:440], strict=True)
+        for _ in range(2)
     ]
     verified = [{"prompt": prompt, "answer": word[0]} for prompt, word in zip(prompts, words, strict=True)]
     sources = {
         "guesses": write(tmp_path / "guesses.jsonl", guesses),
-        "known": write(tmp_path / "known.jsonl", verified[:280]),
-        "new": write(tmp_path / "new.jsonl", verified[280:]),
+        "known": write(tmp_path / "known.jsonl", verified[:440]),
+        "new": write(tmp_path / "new.jsonl", verified[440:]),
     }
     with narrow():
         data = {"source": sources["guesses"], "sequence_length": 64, "validation_fraction": 0}
