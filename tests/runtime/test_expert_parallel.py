@@ -19,7 +19,7 @@ from tasks.runtime.models.trained_weights import collect_weights
 from tasks.runtime.parallel.expert import require_expert_parallel_support
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tasks.runtime.run_folder.record import CompletionRecord
-from tests.runtime.helpers.comparable_runs import SAVED, approx, curve, file_of, make_spec
+from tests.runtime.helpers.comparable_runs import SAVED, STEPS, approx, curve, file_of, make_spec
 from tests.runtime.helpers.mixture_folder import save_mixture
 from tests.runtime.helpers.train_forked import launch
 from tests.runtime.helpers.train_only import train_spec
@@ -83,17 +83,19 @@ def split(output):
     whole = spec_of(output, "joined-first", "balanced", processes=2)
     later = spec_of(output, "joined-first", "balanced", processes=2, **SPLIT)
     files += [file_of(output, whole), f"{file_of(output, later, 'split-later')}@{SAVED}"]
-    killed = spec_of(output, "killed", "balanced", "lightning", 2, **SPLIT)
+    # Of more steps, most of which are left when it is killed.
+    long = {"training": {"steps": 3 * STEPS}}
+    killed, undisturbed = (spec_of(output, name, "balanced", "torch", 2, **long, **SPLIT) for name in ("killed", "not"))
     kill_after(SAVED + 1, file_of(output, killed))
-    launch(2, *files, file_of(output, killed))
-    return specs | {"split-later": later, "killed": killed}
+    launch(2, *files, file_of(output, killed), file_of(output, undisturbed))
+    return specs | {"split-later": later, "killed": killed, "undisturbed": undisturbed}
 
 
 def kill_after(step, file):
     """Train, and kill all processes as when a machine is lost."""
     launched = start(file, 2)
     for line in launched.stdout:
-        if f"step {step}/" in line:
+        if f"step {step:>2}/" in line:
             break
     kill_tree(launched.pid, signal.SIGKILL)
     launched.communicate(timeout=120)
@@ -156,7 +158,7 @@ def test_transformers_reads_the_export(alone, split):
 
 def test_killed_and_started_again_it_computes_the_same_bits(split):
     assert CompletionRecord.load(RunFolder.of(split["killed"]).record).restarts == 1
-    assert curve(split["killed"]) == curve(split["lightning"], attempt=0)
+    assert curve(split["killed"]) == curve(split["undisturbed"])
 
 
 @pytest.mark.parametrize(
