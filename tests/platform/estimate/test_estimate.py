@@ -711,3 +711,25 @@ def test_moments_of_other_libraries_are_those_that_they_keep(kind, adapter):
 def test_no_module_has_the_name_of_a_public_object(package):
     """Names are imported when they are first used, and importing such a module would put it in the object's place."""
     assert not {module.name for module in pkgutil.iter_modules(package.__path__)} & set(package.__all__)
+
+
+def test_float8_is_faster_and_keeps_the_inputs_of_products_in_bytes():
+    plain, float8 = take(), take(training={"float8": "tensorwise"})
+    assert 1.2 < float8.tokens_per_second / plain.tokens_per_second < 1.5
+    assert take(training={"float8": "rowwise"}).tokens_per_second < float8.tokens_per_second
+    shape, tokens = shape_of("llama-3.1-8b"), plain.workload.tokens
+    # Norms give bytes in place of bf16; attention's output and the gate's are kept once more.
+    beside = tokens * (shape.queries + shape.intermediate - 2 * shape.hidden)
+    assert kept_by_layer(float8.workload) - kept_by_layer(plain.workload) == beside
+
+
+def test_float8_weights_under_an_adapter_are_half_as_large():
+    adapted = {"adapter": {"type": "lora"}}
+    plain, float8 = take(**adapted), take(**adapted, training={"float8": "tensorwise"})
+    assert plain.memory.weights - float8.memory.weights == 32 * LAYER
+    assert take(**adapted, training={"float8": "rowwise"}).memory.weights == plain.memory.weights
+
+
+def test_a_gpu_without_float8_is_rejected():
+    with pytest.raises(SpecError, match=r"training\.float8: 'tensorwise', but A100 80 GB does not multiply in FP8"):
+        estimate(spec_of(training={"float8": "tensorwise"}), shape_of("llama-3.1-8b"), GPUS["a100-80gb"])
