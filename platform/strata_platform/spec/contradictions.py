@@ -49,7 +49,7 @@ def contradictions(spec: RunSpec) -> Iterator[Contradiction]:
     yield from optimizer_rules(spec)
     yield from _objective(spec.objective, spec.data)
     yield from preference_rules(spec)
-    yield from distillation_rules(spec.objective)
+    yield from distillation_rules(spec.objective, spec.data, spec.parallel)
     yield from grpo_rules(spec)
     yield from _store(spec.kernels, spec.training)
     yield from _model(spec.model, spec.adapter)

@@ -6,17 +6,19 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from strata_platform.spec.model import PRESETS
-from strata_platform.spec.objectives import Distill
+from strata_platform.spec.objectives import Distill, Generation
 from strata_platform.spec.problems import Contradiction
 
 if TYPE_CHECKING:
-    from strata_platform.spec.run_spec import Objective
+    from strata_platform.spec.data import Data
+    from strata_platform.spec.run_spec import Objective, Parallel
 
 
-def distillation_rules(objective: Objective) -> Iterator[Contradiction]:
+def distillation_rules(objective: Objective, data: Data, parallel: Parallel) -> Iterator[Contradiction]:
     """Every rule, broken or not."""
     if isinstance(objective, Distill):
         yield from _teacher(objective)
+        yield from _on_policy(objective, data, parallel)
 
 
 def _teacher(objective: Distill) -> Iterator[Contradiction]:
@@ -41,4 +43,44 @@ def _teacher(objective: Distill) -> Iterator[Contradiction]:
         objective.teacher is None and objective.teacher_revision is not None,
         ("objective.teacher_revision", "objective.teacher"),
         "set, but objective.teacher is not; leave it out",
+    )
+
+
+def _on_policy(objective: Distill, data: Data, parallel: Parallel) -> Iterator[Contradiction]:
+    used, field = objective.on_policy > 0, "objective.on_policy"
+    yield Contradiction(
+        used and objective.teacher is None,
+        (field, "objective.teacher"),
+        f"{objective.on_policy} needs a teacher that judges answers as they are written, but the data has only what "
+        "one has said before; set objective.teacher, or leave objective.on_policy out",
+    )
+    yield Contradiction(
+        used and objective.weight != 1,
+        ("objective.weight", field),
+        f"{objective.weight} leaves a part of the loss to next-token cross entropy, but answers that the student "
+        "writes are no labels; set objective.weight to 1",
+    )
+    yield Contradiction(
+        not used and objective.generation != Generation(),
+        ("objective.generation", field),
+        "set, but objective.on_policy is 0, so that the student writes no answers; set objective.on_policy, or leave "
+        "objective.generation out",
+    )
+    yield Contradiction(
+        used and data.packing,
+        ("data.packing", field),
+        "true, but rows are not packed where the student writes answers, because their lengths are not known; leave "
+        "data.packing out",
+    )
+    yield Contradiction(
+        used and parallel.type in ("fsdp", "deepspeed"),
+        ("parallel.type", field),
+        f"'{parallel.type}' shards the weights, and objective.on_policy generates with whole ones; set parallel.type "
+        "to 'ddp', with an adapter if the memory of a GPU is too small for the training of all weights",
+    )
+    yield Contradiction(
+        used and data.streaming,
+        ("data.streaming", field),
+        "begins before all rows are prepared, but rows get numbers where the student writes answers; set "
+        "data.streaming to false",
     )

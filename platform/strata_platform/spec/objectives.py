@@ -144,6 +144,25 @@ class Reward(Section):
     )
 
 
+class Generation(Section):
+    """How a model in training answers prompts."""
+
+    max_new_tokens: Integer = Field(
+        256, ge=1, le=1 << 20, description="Tokens of an answer at most; `data.sequence_length` counts them, too."
+    )
+    temperature: Number = Field(
+        1.0, gt=0, le=100, description="Logits are divided by it, in the loss as well as when answers are drawn."
+    )
+    top_p: Number = Field(1.0, gt=0, le=1, description="Draw from the likeliest tokens with this probability together.")
+    top_k: Integer = Field(0, ge=0, le=1 << 20, description="Draw from this many of the likeliest tokens; 0: from all.")
+    stop: tuple[Text, ...] = Field(
+        (), description="Texts that end an answer, beside the tokens that end a turn or a text."
+    )
+    batch_size: Count = Field(
+        128, description="Answers that a process generates together, at most. Their keys and values take memory."
+    )
+
+
 class Distill(Section):
     """Distillation: match the output distribution of a teacher, a larger model with the same vocabulary.
 
@@ -169,25 +188,14 @@ class Distill(Section):
     weight: Number = Field(
         0.5, ge=0, le=1, description="Weight of the divergence in the loss; the rest is next-token cross entropy."
     )
-
-
-class Generation(Section):
-    """How a model in training answers prompts."""
-
-    max_new_tokens: Integer = Field(
-        256, ge=1, le=1 << 20, description="Tokens of an answer at most; `data.sequence_length` counts them, too."
+    on_policy: Number = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Share of rows whose answer the student writes itself in each step, and the teacher then judges "
+        "token by token; GKD's lambda.",
     )
-    temperature: Number = Field(
-        1.0, gt=0, le=100, description="Logits are divided by it, in the loss as well as when answers are drawn."
-    )
-    top_p: Number = Field(1.0, gt=0, le=1, description="Draw from the likeliest tokens with this probability together.")
-    top_k: Integer = Field(0, ge=0, le=1 << 20, description="Draw from this many of the likeliest tokens; 0: from all.")
-    stop: tuple[Text, ...] = Field(
-        (), description="Texts that end an answer, beside the tokens that end a turn or a text."
-    )
-    batch_size: Count = Field(
-        128, description="Answers that a process generates together, at most. Their keys and values take memory."
-    )
+    generation: Generation = Field(default_factory=Generation, description="How the student writes them.")
 
 
 RewardName = Literal["exact_match", "regex", "numeric", "json_schema", "unit_tests"]
@@ -287,6 +295,11 @@ class Custom(Section):
         description="Tokens that carry loss: `completions` and assistant turns, as for `sft`, or `all`, as for "
         "`pretrain`.",
     )
+
+
+def generates(objective: object) -> bool:
+    """Whether the model answers prompts in training, so that rows are not packed."""
+    return isinstance(objective, Grpo) or (isinstance(objective, Distill) and objective.on_policy > 0)
 
 
 PAIRED = ("dpo", "orpo", "simpo", "cpo", "reward")

@@ -47,6 +47,7 @@ from strata_platform.spec.objectives import (
     Reward,
     Sft,
     Simpo,
+    generates,
 )
 from strata_platform.spec.parallel import Ddp, Deepspeed, Fsdp, Single
 from strata_platform.spec.problems import check
@@ -258,12 +259,12 @@ class RunSpec(Section):
     @model_validator(mode="after")
     def _complete_prompts(self) -> Self:
         """Prompts are not packed: their answers come later. By default a forward pass has those of one prompt."""
-        if not isinstance(self.objective, Grpo):
+        if not generates(self.objective):
             return self
         # The model is frozen, but this validator is a part of its construction.
         if "packing" not in self.data.model_fields_set:
             object.__setattr__(self, "data", self.data.model_copy(update={"packing": False}))
-        if "micro_batch_size" not in self.training.model_fields_set:
+        if isinstance(self.objective, Grpo) and "micro_batch_size" not in self.training.model_fields_set:
             size = {"micro_batch_size": self.objective.group_size}
             object.__setattr__(self, "training", self.training.model_copy(update=size))
         return self

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.objectives import Grpo
+from strata_platform.spec.objectives import Grpo, generates
 from tasks.runtime.data.context_shards import shard_collate
 from tasks.runtime.data.dataset import Batch, PreparedData, Row
 from tasks.runtime.data.mixture import RowOrder
@@ -128,6 +128,9 @@ def training_loader(
         # Several rows of a step are one prompt.
         dataset, order = AnswerRows(rows, order, spec.objective.group_size), Numbers()
         steps_of_rows = spec.objective.num_iterations
+    elif generates(spec.objective):
+        # Numbers of rows decide what the model writes for them.
+        dataset, order = AnswerRows(rows, order, 1), Numbers()
     sampler = MicroBatchSampler(
         spec, processes, order, start=start, stop=stop, data_skips=data_skips, steps_of_rows=steps_of_rows
     )

@@ -22,6 +22,7 @@ from tasks.runtime.objectives.objective import (
     next_values,
     target_tokens,
 )
+from tasks.runtime.objectives.own_answers import OWN, OwnAnswers
 from tasks.runtime.objectives.teacher_divergence import Shares, distillation, top_tokens_distillation
 from tasks.runtime.objectives.teacher_model import Teacher
 from tasks.runtime.process.ranks import Processes
@@ -43,6 +44,9 @@ class Distill:
         assert isinstance(spec.objective, Settings)
         self._settings, self._fused = spec.objective, fused
         self.teacher = None if spec.objective.teacher is None else Teacher(spec)
+        self._own: OwnAnswers | None = None
+        # Micro-batches of a step on all ranks.
+        self._parts = spec.training.gradient_accumulation_steps * spec.dp_size
 
     def prepare(self, context: ObjectiveContext) -> PreparedData:
         """Load the teacher.
@@ -56,6 +60,8 @@ class Distill:
             # Checkpoints of earlier versions have no fingerprint of the teacher.
             expected = context.metadata.get(_METADATA_KEY)
             self.teacher.load(context.processes, context.data, context.strategy, expected)
+        if self._settings.on_policy:
+            self._own = OwnAnswers(self._settings, context)
         return context.data
 
     def metadata(self) -> dict[str, Any]:
@@ -75,8 +81,8 @@ class Distill:
         return row
 
     def step_batches(self, model: nn.Module, batches: list[Batch], processes: Processes) -> list[Batch]:
-        """Return the micro-batches unchanged."""
-        return batches
+        """Put answers of the student in the place of those of the data, for `on_policy` of the rows."""
+        return batches if self._own is None else self._own.step_batches(batches)
 
     def count(self, batch: Batch) -> Tensor:
         """The number of target tokens."""
@@ -102,11 +108,24 @@ class Distill:
             teacher_x, teacher = self.teacher.run(batch)
 
             def shares(hidden: Tensor, head: Head) -> Shares:
-                return distillation(hidden, head, labels, teacher_x, teacher, settings, items, max_targets)
+                return distillation(
+                    hidden, head, labels, teacher_x, teacher, settings, items, max_targets, labelled=self._labelled
+                )
 
         def loss(hidden: Tensor, *head: Any) -> Tensor:
             return torch.stack(shares(hidden, Head(*head)))
 
         inputs = model_inputs(batch)
         sums: Tensor = model(**inputs, head_loss=loss).loss if self._fused else loss(model(**inputs).logits)
-        return MicroBatchLoss(sums[0], {"next_token_loss": sums[1].detach(), settings.divergence: sums[2].detach()})
+        metrics: dict[str, Tensor] = {settings.divergence: sums[2].detach()}
+        if self._labelled:
+            return MicroBatchLoss(sums[0], {"next_token_loss": sums[1].detach()} | metrics)
+        if OWN in batch and self._own is not None:
+            metrics["own_tokens"] = (batch[OWN] != 0).sum() / items
+            metrics["generation_share"] = torch.tensor(self._own.share_of_time / self._parts, device=items.device)
+        return MicroBatchLoss(sums[0], metrics)
+
+    @property
+    def _labelled(self) -> bool:
+        """Whether answers are labels: what the student writes itself is none."""
+        return self._settings.on_policy == 0

@@ -76,7 +76,7 @@ class Grpo:
             self._rollout = Rollout(
                 settings,
                 generator,
-                sampling_of(settings, data, model),
+                sampling_of(settings.generation, data, model),
                 Rewards(settings.rewards, context.processes.device),
                 tokenizer,
             )

@@ -91,7 +91,7 @@ class GrpoValidation:
                 # A few answers at a time: no graph would be replayed often enough.
                 static=False,
             )
-            sampling = sampling_of(self._settings, self._data, model, temperature=0.0)
+            sampling = sampling_of(self._settings.generation, self._data, model, temperature=0.0)
             samples = generator.generate([Request(prompt.token_ids, 0) for prompt in prompts], sampling)
             values = self._rewards.score(answers_of(prompts, samples, tokenizer))
             for index, sample in enumerate(samples):

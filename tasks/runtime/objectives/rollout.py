@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from strata_kernels.policy import group_advantages
+from strata_platform.spec.objectives import Generation
 from strata_platform.spec.objectives import Grpo as Settings
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import IGNORE_INDEX, Row
@@ -47,9 +48,8 @@ class Step:
     """This rank's answers to its first prompt, with their rewards, to be read."""
 
 
-def sampling_of(settings: Settings, data: PreparedData, model: PreTrainedModel, **changes: Any) -> Sampling:
+def sampling_of(generation: Generation, data: PreparedData, model: PreTrainedModel, **changes: Any) -> Sampling:
     """How answers are drawn. They end with the tokens of the data, or of the model's own generation."""
-    generation = settings.generation
     own = getattr(model.generation_config, "eos_token_id", None)
     ends = own if isinstance(own, list) else [] if own is None else [own]
     values: dict[str, Any] = {

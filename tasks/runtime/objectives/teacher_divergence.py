@@ -39,6 +39,8 @@ def distillation(
     settings: Settings,
     items: Tensor,
     max_targets: int | None = None,
+    *,
+    labelled: bool = True,
 ) -> Shares:
     """Shares of the rows x [B, T, H] with labels [B, T] and teacher_x [B, T, H']; label -100 skips a row.
 
@@ -46,10 +48,14 @@ def distillation(
     gradients. Where both have a head, neither's logits are there as a whole; otherwise rows are computed in chunks by
     plain PyTorch.
 
-    max_targets: upper bound of the rows with a label, if known; the head skips the others.
+    max_targets: upper bound of the rows with a label, if known; the head skips the others. labelled: whether the cross
+    entropy is wanted. Heads do not compute it otherwise, and the divergence has to be the whole loss.
     """
+    assert labelled or settings.weight == 1
     if head.weight is not None and teacher.weight is not None:
-        return _of_heads(x, head, labels, teacher_x, teacher, settings, items, max_targets)
+        entropy = label_share(x, head, labels, settings, items, max_targets) if labelled else torch.zeros_like(items)
+        divergence = _of_heads(x, head, labels, teacher_x, teacher, settings, items, max_targets)
+        return combined(entropy, divergence, settings)
     labels, x, teacher_x = labels.flatten(), x.flatten(0, 1), teacher_x.flatten(0, 1)
     # Rows with a label first, in order; the others add nothing.
     kept = (labels == IGNORE_INDEX).to(torch.uint8).argsort(stable=True)[:max_targets]
@@ -108,7 +114,7 @@ def combined(entropy: Tensor, divergence: Tensor, settings: Settings) -> Shares:
     """The loss of both parts."""
     weight = settings.weight
     loss = (1 - weight) * entropy + weight * settings.temperature**2 * divergence
-    return Shares(loss, entropy.detach(), divergence.detach())
+    return Shares(loss, entropy.detach().to(loss.dtype), divergence.detach())
 
 
 def label_share(
@@ -131,13 +137,13 @@ def _of_heads(
     settings: Settings,
     items: Tensor,
     max_targets: int | None,
-) -> Shares:
-    entropy = label_share(x, head, labels, settings, items, max_targets)
+) -> Tensor:
+    """The divergence alone."""
     assert head.weight is not None and teacher.weight is not None
     common = min(head.weight.shape[0], teacher.weight.shape[0])
     (weight, bias), (teacher_weight, teacher_bias) = (_leading(one, common) for one in (head, teacher))
     with torch.set_grad_enabled(torch.is_grad_enabled() and settings.weight > 0):
-        divergence = linear_jsd(
+        return linear_jsd(
             x,
             weight,
             teacher_x.to(x.dtype),
@@ -152,7 +158,6 @@ def _of_heads(
             num_items=items,
             max_targets=max_targets,
         )
-    return combined(entropy, divergence, settings)
 
 
 def _beta(settings: Settings) -> float:

@@ -323,6 +323,21 @@ def test_a_long_value_is_shortened():
             "needs all of a teacher's distribution",
         ),
         (
+            {"objective": {"type": "distill", "teacher": "org/teacher", "on_policy": 0.5}},
+            "objective.weight",
+            "are no labels; set objective.weight to 1",
+        ),
+        (
+            {"objective": {"type": "distill", "weight": 1, "on_policy": 0.5}},
+            "objective.on_policy",
+            "needs a teacher that judges",
+        ),
+        (
+            {"objective": {"type": "distill", "teacher": "org/teacher", "generation": {"top_k": 5}}},
+            "objective.generation",
+            "objective.on_policy is 0",
+        ),
+        (
             {"objective": {"type": "distill", "teacher_revision": "main"}},
             "objective.teacher_revision",
             "objective.teacher is not",

@@ -1,0 +1,111 @@
+"""Answers that the student of a distillation writes itself, in the place of those of the data.
+
+Which rows get one, and what it draws, depends on the seed and the row's place in the stream of rows alone: a resumed
+run writes the same answers, and so does another number of processes or micro-batches, up to rounding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from strata_platform.spec.objectives import Distill as Settings
+from tasks.runtime.data.dataset import IGNORE_INDEX, Batch, Row
+from tasks.runtime.data.prompts import ANSWER
+from tasks.runtime.generation import EmbeddedGenerator, Request, Sampling
+from tasks.runtime.generation.sampling import uniform_numbers
+from tasks.runtime.objectives.objective import ObjectiveContext
+from tasks.runtime.objectives.rollout import sampling_of
+
+OWN = "own"
+"""Column of a row: 1 for tokens that the student has written, [T], int64."""
+# Numbers of rows are below: the choice of a row draws from another stream than its answer.
+_CHOICES = 1 << 63
+
+
+class _Document(NamedTuple):
+    """Tokens and labels [T] of a document, where its last answer begins, and its number in the stream of rows."""
+
+    input_ids: Tensor
+    labels: Tensor
+    begin: int
+    number: int
+
+
+class OwnAnswers:
+    """Writes the answers of steps with the weights that are trained."""
+
+    def __init__(self, settings: Settings, context: ObjectiveContext) -> None:
+        spec = context.spec
+        self._share, self._spec, self._collate = settings.on_policy, spec, context.collate
+        data = context.data
+        with context.strategy.evaluation(context.model) as model:
+            assert isinstance(model, PreTrainedModel)
+            self._generator = EmbeddedGenerator(
+                model,
+                data.tokenizer(),
+                pad_token_id=data.manifest.pad_token_id,
+                seed=spec.seed,
+                batch_size=settings.generation.batch_size,
+            )
+            self._sampling: Sampling = sampling_of(settings.generation, data, model)
+        self._ended = time.monotonic()
+        self.share_of_time = 0.0
+        """Of the last step."""
+
+    def step_batches(self, batches: list[Batch]) -> list[Batch]:
+        """The micro-batches of a step, with answers of the student."""
+        began = time.monotonic()
+        documents = [list(_documents(batch)) for batch in batches]
+        chosen = {
+            document.number: Request(tuple(document.input_ids[: document.begin].tolist()), document.number)
+            for part in documents
+            for document in part
+            if float(uniform_numbers(self._spec.seed, [_CHOICES + document.number], 1)) < self._share
+        }
+        samples = self._generator.generate(list(chosen.values()), self._sampling) if chosen else []
+        answers = {number: sample.token_ids for number, sample in zip(chosen, samples, strict=True)}
+        found = [self._batch(part, answers, self._collate) for part in documents]
+        ended = time.monotonic()
+        self.share_of_time = (ended - began) / max(ended - self._ended, 1e-9)
+        self._ended = ended
+        return found
+
+    def _batch(
+        self, documents: list[_Document], answers: dict[int, Tensor], collate: Callable[[list[Row]], Batch]
+    ) -> Batch:
+        return collate([self._row(document, answers.get(document.number)) for document in documents])
+
+    def _row(self, document: _Document, answer: Tensor | None) -> Row:
+        """A row with the answer, as much of it as fits."""
+        ids, labels = document.input_ids, document.labels
+        own = torch.zeros_like(ids)
+        if answer is not None:
+            answer = answer[: self._spec.data.sequence_length - document.begin]
+            ids = torch.cat([ids[: document.begin], answer])
+            labels = torch.full_like(ids, IGNORE_INDEX)
+            labels[document.begin :] = answer
+            own = (labels != IGNORE_INDEX).long()
+        return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(ids.numel()), OWN: own}
+
+
+def _documents(batch: Batch) -> Iterator[_Document]:
+    """The documents of a batch on the host, without padding."""
+    for ids, labels, positions, numbers in zip(
+        *(batch[name] for name in ("input_ids", "labels", "position_ids", ANSWER)), strict=True
+    ):
+        bounds = [*(positions == 0).nonzero().flatten().tolist(), positions.numel()]
+        for begin, end in pairwise(bounds):
+            targets = labels[begin:end] != IGNORE_INDEX
+            if not targets.any():
+                continue
+            # The first token is no target, so that a prompt has at least one.
+            last = int(targets.nonzero()[-1])
+            before = (~targets[:last]).nonzero().flatten()
+            yield _Document(ids[begin:end], labels[begin:end], int(before[-1]) + 1, int(numbers[begin]))
