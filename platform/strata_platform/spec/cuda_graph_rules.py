@@ -32,9 +32,9 @@ def cuda_graph_rules(spec: RunSpec) -> Iterator[CudaGraphRule]:
         parallel.type != "single", "parallel.type", f"is '{parallel.type}'; graphs are for 'single', one process"
     )
     yield CudaGraphRule(
-        training.activation_offloading,
-        "training.activation_offloading",
-        "copies to host memory that no graph allocates",
+        training.gradient_checkpointing != "none",
+        "training.gradient_checkpointing",
+        f"'{training.gradient_checkpointing}' saves and sets random states, which no graph does",
     )
     yield CudaGraphRule(
         training.neftune_noise_alpha is not None,

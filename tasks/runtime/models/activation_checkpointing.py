@@ -6,7 +6,7 @@ once and outside of it. Checkpointing happens inside the compiled function, so t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
@@ -60,10 +60,7 @@ def checkpoint_activations(model: nn.Module, training: Training) -> None:
     layers = transformer_layers(model, "training.gradient_checkpointing", "'none'")
     recomputed = layers[:: training.recomputed_every]
     for layer in recomputed:
-        if training.compile:
-            _set_forward(layer, partial(checkpoint, layer.forward, use_reentrant=False, **options))
-        else:
-            _set_forward(layer, _recomputing(layer.forward, options))
+        _set_forward(layer, partial(checkpoint, layer.forward, use_reentrant=False, **options))
     if training.activation_offloading:
         offload_inputs(recomputed)
 
@@ -78,19 +75,6 @@ def compile_layers(model: nn.Module, training: Training) -> None:
         decoder = model.get_decoder() if isinstance(model, PreTrainedModel) and is_multimodal(model.config) else model
         for layer in transformer_layers(decoder, "training.compile", "false"):
             _set_forward(layer, _full_graph(torch.compile(layer.forward, fullgraph=True, dynamic=False)))
-
-
-def _recomputing(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    @wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            # Nothing is recomputed. A pass of generation writes to its cache, and is captured in a graph.
-            return forward(*args, **kwargs)
-        # A CUDA graph cannot save the random state. Layers that draw random numbers are not captured.
-        keeps_state = not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=keeps_state, **options, **kwargs)
-
-    return run
 
 
 def _set_forward(layer: nn.Module, forward: Callable[..., Any]) -> None:

@@ -79,10 +79,7 @@ def test_batches_of_about_as_many_sequences_have_one_shape(rows, sequences):
     [
         ({"objective": {"type": "distill", "teacher": "organization/teacher"}}, "objective.type"),
         ({"parallel": {"type": "ddp"}}, "parallel.type"),
-        (
-            {"training": {"gradient_checkpointing": "full", "activation_offloading": True}},
-            "training.activation_offloading",
-        ),
+        ({"training": {"gradient_checkpointing": "full"}}, "training.gradient_checkpointing"),
         ({"training": {"neftune_noise_alpha": 5}}, "training.neftune_noise_alpha"),
         ({"model": PRETRAINED, "adapter": {"type": "lora", "lora_dropout": 0.1}}, "adapter.lora_dropout"),
         ({"model": PRETRAINED, "adapter": {"type": "lora", "quantization": "nf4"}}, "adapter.quantization"),
@@ -144,10 +141,6 @@ RUNS = {
     "pretrain": {"objective": {"type": "pretrain"}},
     "accumulated": {"training": {"gradient_accumulation_steps": 3}},
     "lora": {"adapter": {"type": "lora"}},
-    "recomputed": {"training": {"gradient_checkpointing": "full"}},
-    "recomputed, lora": {"adapter": {"type": "lora"}, "training": {"gradient_checkpointing": "selective"}},
-    "recomputed per operator": {"training": {"gradient_checkpointing": "per_op"}},
-    "recomputed, compiled": {"training": {"gradient_checkpointing": "full", "compile": True}},
     "compiled": {"training": {"compile": True}},
     "hf": {"framework": "hf"},
     "lightning": {"framework": "lightning"},
