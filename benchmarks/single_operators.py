@@ -35,7 +35,8 @@ def sparsemax(z: Tensor) -> Tensor:
     rank = torch.arange(1, z.shape[-1] + 1, device=z.device, dtype=wide.dtype)
     inside = 1 + rank * ordered > ordered.cumsum(-1)
     tau = ((ordered * inside).sum(-1, keepdim=True) - 1) / inside.sum(-1, keepdim=True)
-    return (wide - tau).clamp(min=0).to(z.dtype)
+    # Not clamp, which passes a gradient to classes on the threshold: in bf16 there are many.
+    return torch.where(wide > tau, wide - tau, 0.0).to(z.dtype)
 
 
 def _dyt_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:

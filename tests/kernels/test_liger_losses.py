@@ -181,3 +181,13 @@ def test_kl_div(reduction, log_target) -> None:
         return (F.kl_div(x, teacher, reduction=reduction, log_target=log_target) * weights).sum()
 
     torch.testing.assert_close(got, gradients(want, LOG_P), atol=1e-6, rtol=1e-4)
+
+
+def test_a_teacher_that_asks_for_a_gradient_gets_none() -> None:
+    student, teacher = (rand(3, V, seed=i).log_softmax(-1).requires_grad_() for i in (1, 2))
+    divergences.LigerJSD()(student, teacher).backward()
+    divergences.LigerKLDIVLoss(reduction="batchmean", log_target=True)(student, teacher).backward()
+    x, head, teacher_head = (rand(*shape).requires_grad_() for shape in ((3, H), (V, H), (V, H)))
+    divergences.LigerFusedLinearJSD()(x, head, rand(3, H, seed=3).requires_grad_(), teacher_head).backward()
+    assert student.grad is not None and head.grad is not None
+    assert teacher.grad is None and teacher_head.grad is None

@@ -32,8 +32,10 @@ class LigerJSDFunction:
     ) -> Tensor:
         """_input, target: [N, V], log-probabilities of student and teacher; shift_labels: [N] → a scalar."""
         items = _items(_input, shift_labels, ignore_index)
+        # Liger takes a teacher that asks for a gradient, and gives it none.
         loss = jsd(
-            _input, target, shift_labels, beta=beta, normalized=True, ignore_index=ignore_index, num_items=items
+            _input, target.detach(), shift_labels, beta=beta, normalized=True, ignore_index=ignore_index,
+            num_items=items,
         )  # fmt: skip
         return loss.to(_input.dtype)
 
@@ -52,7 +54,7 @@ class LigerKLDivLossFunction:
         divisors = {"batchmean": len(y_pred), "mean": y_pred.numel(), "sum": 1}
         if reduction not in divisors:
             raise ValueError(f"reduction must be one of {', '.join(divisors)}, none, got {reduction!r}")
-        return kl_div(y_pred, teacher, normalized=True, num_items=divisors[reduction])
+        return kl_div(y_pred, teacher.detach(), normalized=True, num_items=divisors[reduction])
 
 
 class LigerTVDLossFunction:
@@ -75,7 +77,7 @@ class LigerTVDLossFunction:
         if reduction not in divisors:
             raise ValueError(f"reduction must be one of {', '.join(divisors)}, none, got {reduction!r}")
         options: dict[str, Any] = {"probabilities": True, "ignore_index": ignore_index}
-        return tvd(p, q, shift_labels, num_items=divisors[reduction], **options)
+        return tvd(p, q.detach(), shift_labels, num_items=divisors[reduction], **options)
 
 
 class LigerFusedCETVDFunction:
@@ -109,7 +111,7 @@ class LigerFusedLinearJSDFunction:
     ) -> Tensor:
         """student_input: [N, H], student_weight: [V, H], teacher_input: [N, H'], teacher_weight: [V, H'] → a scalar."""
         return linear_jsd(
-            student_input, student_weight, teacher_input, teacher_weight, shift_labels, beta=jsd_beta,
+            student_input, student_weight, teacher_input.detach(), teacher_weight.detach(), shift_labels, beta=jsd_beta,
             temperature=temperature, ignore_index=ignore_index,
             num_items=_items(student_input, shift_labels, ignore_index),
         )  # fmt: skip
