@@ -62,7 +62,8 @@ class Removal(Values):
     seconds: Annotated[int, Field(ge=1, le=3600)] = Field(
         240, description="Maximum seconds until runs have stopped; give `helm uninstall` a longer `--timeout`."
     )
-    resources: Quantities = Field({"cpu": "500m", "memory": "512Mi"}, description="Requests and limits of its pod.")
+    # It has to be scheduled while runs fill the nodes.
+    resources: Quantities = Field({"cpu": "100m", "memory": "256Mi"}, description="Requests and limits of its pod.")
 
 
 class ChartValues(Values):
