@@ -6,7 +6,7 @@ once and outside of it. Checkpointing happens inside the compiled function, so t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from typing import Any
 
@@ -60,7 +60,10 @@ def checkpoint_activations(model: nn.Module, training: Training) -> None:
     layers = transformer_layers(model, "training.gradient_checkpointing", "'none'")
     recomputed = layers[:: training.recomputed_every]
     for layer in recomputed:
-        _set_forward(layer, partial(checkpoint, layer.forward, use_reentrant=False, **options))
+        if training.compile:
+            _set_forward(layer, partial(checkpoint, layer.forward, use_reentrant=False, **options))
+        else:
+            _set_forward(layer, _recomputing(layer.forward, options))
     if training.activation_offloading:
         offload_inputs(recomputed)
 
@@ -75,6 +78,17 @@ def compile_layers(model: nn.Module, training: Training) -> None:
         decoder = model.get_decoder() if isinstance(model, PreTrainedModel) and is_multimodal(model.config) else model
         for layer in transformer_layers(decoder, "training.compile", "false"):
             _set_forward(layer, _full_graph(torch.compile(layer.forward, fullgraph=True, dynamic=False)))
+
+
+def _recomputing(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            # Nothing is recomputed. A pass of generation writes to its cache, and is captured in a graph.
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+    return run
 
 
 def _set_forward(layer: nn.Module, forward: Callable[..., Any]) -> None:

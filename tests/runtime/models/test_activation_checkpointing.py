@@ -134,3 +134,12 @@ def test_a_model_that_does_not_tell_its_layers_is_refused(training):
     with pytest.raises(ValueError, match=rf"{field} needs the model's layers, and Linear .* set {field} to"):
         activation_checkpointing.checkpoint_activations(nn.Linear(2, 2), settings)
         activation_checkpointing.compile_layers(nn.Linear(2, 2), settings)
+
+
+def test_without_gradients_nothing_is_prepared_for_recomputation(monkeypatch):
+    """It would save random states, which a CUDA graph of generation cannot."""
+    model, calls = make_model(gradient_checkpointing="full"), []
+    monkeypatch.setattr(activation_checkpointing, "checkpoint", lambda *args, **kwargs: calls.append(args))
+    with torch.no_grad():
+        model(input_ids=TOKENS)
+    assert calls == []
