@@ -47,6 +47,6 @@ def test_the_changelog_has_the_version():
 
 
 def test_commands_name_images_of_the_version():
-    files = [ROOT / "Dockerfile", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").iterdir(), ROOT / "README.md"]
+    files = [ROOT / "Dockerfile", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.*"), ROOT / "README.md"]
     named = {(path.name, tag) for path in files for tag in IMAGE.findall(path.read_text(encoding="utf-8"))}
     assert named and {(name, tag) for name, tag in named if tag != VERSION} == set()

@@ -118,7 +118,9 @@ def test_a_teacher_has_to_keep_texts_apart_too(tmp_path):
     spec = RunSpec.model_validate({"objective": teacher, "model": {"attention": "eager"}})
     data = SimpleNamespace(tokenizer=lambda: train_tokenizer([""]), manifest=SimpleNamespace(largest_token_id=9))
     with pytest.raises(ValueError, match=r"objective\.teacher: data\.packing is true.*/bloom'"):
-        build_objective(spec, fused=False).prepare(SimpleNamespace(processes=Processes(), data=data))
+        build_objective(spec, fused=False).prepare(
+            SimpleNamespace(processes=Processes(), data=data, strategy=None, metadata={})
+        )
 
 
 def test_positions_that_were_learned_are_counted():

@@ -14,7 +14,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from strata_platform.outcomes import UNREACHABLE
 from strata_platform.spec import DataRecipe, RunSpec
-from tasks import evaluate, export, prepare, topology
+from tasks import finish, prepare, topology
 from tasks.runtime import __main__ as entry
 from tasks.runtime.data.sources import HubDataset
 from tasks.runtime.data.tokenizer import read_tokenizer
@@ -147,7 +147,7 @@ def test_the_attempt_may_be_repeated(tmp_path, monkeypatch, capsys):
 def test_so_do_tasks_end(tmp_path, monkeypatch):
     spec = RunSpec(output=str(tmp_path))
     data = FlyteDirectory(str(tmp_path))
-    for module in (prepare, evaluate, export, topology):
+    for module in (prepare, finish, topology):
         monkeypatch.setattr(module, "configure_logging", lambda: None)
     for name in (
         "data.prepare",
@@ -164,6 +164,8 @@ def test_so_do_tasks_end(tmp_path, monkeypatch):
     opened = type("Opened", (), {"completed": lambda self: None})()
     monkeypatch.setattr("tasks.runtime.data.open_prepared", lambda *arguments: opened)
     record = type("Record", (), {"require_complete": lambda self: self})()
-    for task in (evaluate.evaluate, export.export):
-        with pytest.raises(FlyteRecoverableException, match="cannot be reached"):
-            task.task_function(spec, record, data, data)
+    with pytest.raises(FlyteRecoverableException, match="cannot be reached"):
+        finish.finish.task_function(spec, record, data, data)
+    monkeypatch.setattr("tasks.runtime.evaluation.evaluate_model.evaluate", lambda spec, record, *rest: record)
+    with pytest.raises(FlyteRecoverableException, match="cannot be reached"):
+        finish.finish.task_function(spec, record, data, data)

@@ -32,10 +32,11 @@ def test_code_that_ends_early_or_takes_too_much_fails(code):
     assert not passes(code, seconds=1.0)
 
 
-def test_code_has_neither_environment_nor_this_folder(monkeypatch):
+def test_code_has_neither_environment_nor_this_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("SECRET_TOKEN", "x")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert passes("import os", "assert 'SECRET_TOKEN' not in os.environ and os.listdir('.') == ['answer.py']")
-    assert passes("import sys", "assert not any('strata' in path for path in sys.path)")
+    assert passes("import sys", f"assert {str(tmp_path)!r} not in sys.path")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="namespaces are of Linux")
