@@ -110,6 +110,11 @@ def main() -> None:
     found: dict[str, Any] = {}
     # Runs of `in_backward` are named by --only: their hooks keep a model's memory, so one is a process's last.
     only = [name.strip() for name in told.only.split(";") if name.strip()]
+    known = {*OURS, *IN_BACKWARD, *(f"torchao, {recipe}" for recipe in TORCHAO)}
+    if unknown := {*only} - known:
+        parser.error(f"--only has {', '.join(sorted(unknown))}; there are {'; '.join(sorted(known))}")
+    if told.profile and told.profile not in {**OURS, **IN_BACKWARD}:
+        parser.error(f"--profile {told.profile!r} is no run of ours; there are {'; '.join({**OURS, **IN_BACKWARD})}")
     for name in only or [*OURS, *(f"torchao, {recipe}" for recipe in TORCHAO)]:
         gc.collect()
         torch.cuda.empty_cache()

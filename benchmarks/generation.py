@@ -2,8 +2,9 @@
 
     PYTHONPATH=kernels:platform:. python -m benchmarks.generation [--prompts 16] [--group 8] [--tokens 512]
 
-The shape is Qwen3-0.6B's with random weights in bf16; no answer ends by itself. Before the table, the engines answer
-greedily in fp32: the tokens must be the same, and so must the log-probabilities of a forward pass over them.
+The shape is Qwen3-0.6B's with random weights in bf16; no answer ends by itself. Before the table, both caches of the
+engine answer greedily in fp32: their tokens must be the same, and so must the log-probabilities of a forward pass over
+them. Each runs three times; the last one counts, because the first compiles.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from strata_kernels import patch_model
 from tasks.runtime.generation import EmbeddedGenerator, Request, Sample, Sampling
+
+# Of a log-probability in fp32.
+_MOST = 1e-4
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 151936,
@@ -93,6 +97,8 @@ def check(device: torch.device) -> str:
     again = all(torch.equal(a.token_ids, b.token_ids) for a, b in zip(first, second, strict=True))
     lengths = sorted({len(sample.token_ids) for sample in grown})
     error = max(_error(model, request, sample) for request, sample in zip(asked, second, strict=True))
+    if not (same and again) or error > _MOST:
+        raise SystemExit(f"the engine is wrong: as a growing cache {same}, repeated {again}, error {error:.1e}")
     return f"check: as a growing cache {same}, repeated {again}, lengths {lengths}, log-probability error {error:.1e}"
 
 
@@ -146,7 +152,7 @@ def main() -> None:
                 return by_transformers(model, asked, given.tokens)
             own.generate(asked, sampling)
 
-        times = [seconds(run, device) for _ in range(3 if kind == "static" else 1)]
+        times = [seconds(run, device) for _ in range(3)]
         peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
         print(
             f"{name:26} {' '.join(f'{t:7.2f}' for t in times)} s  {total / times[-1]:9,.0f} tok/s  {peak:6.1f} GiB",

@@ -17,7 +17,7 @@ from strata_platform import progress_line
 from strata_platform.file_io import write_atomic
 from strata_platform.redact import redacted
 from strata_platform.runs import Stage
-from strata_platform.spec import RunSpec, dump_spec
+from strata_platform.spec import DataRecipe, RunSpec, dump_spec
 from tasks.attempts import retried_by_flyte
 from tasks.paths import directory, file, is_local, is_stored
 from tasks.resources import RETRIES
@@ -57,27 +57,29 @@ def finish(spec: RunSpec, record: CompletionRecord, weights: FlyteDirectory, dat
     Deck("Training", render_body(record, read_points(trained / folder.metrics.name), redacted(dump_spec(spec))))
     outputs = Exported(directory(folder.model), file(folder.report), file(folder.record))
     if not is_local():
-        addresses = Outputs(spec.hash(), *(str(output.remote_source) for output in outputs))
-        write_atomic(folder.stored_outputs, json.dumps(addresses._asdict()).encode(), durable=True)
+        addresses = (str(output.remote_source) for output in outputs)
+        note = Outputs(spec.hash(), prepared.manifest.recipe_hash, *addresses)
+        write_atomic(folder.stored_outputs, json.dumps(note._asdict()).encode(), durable=True)
     return outputs
 
 
 class Outputs(NamedTuple):
-    """Where the outputs of a run are stored, and the hash of the spec that they are of."""
+    """Where the outputs of a run are stored, and the hashes of the spec and of the data that they are of."""
 
     spec_hash: str
+    recipe_hash: str
     model: str
     report: str
     record: str
 
 
-def finished(spec: RunSpec) -> Exported | None:
-    """The outputs of a run that has finished on a cluster with this very spec, as far as they are still stored."""
+def finished(spec: RunSpec, recipe: DataRecipe) -> Exported | None:
+    """The outputs of a run that has finished on a cluster with this very spec and these data, if all are stored."""
     note = RunFolder.of(spec).stored_outputs
     if is_local() or not note.exists():
         return None
     outputs = Outputs(**json.loads(note.read_text(encoding="utf-8")))
-    addresses = outputs[1:]
-    if outputs.spec_hash != spec.hash() or not all(map(is_stored, addresses)):
+    addresses = outputs.model, outputs.report, outputs.record
+    if outputs[:2] != (spec.hash(), recipe.hash()) or not all(map(is_stored, addresses)):
         return None
     return Exported(FlyteDirectory.from_source(outputs.model), *map(FlyteFile.from_source, addresses[1:]))

@@ -31,7 +31,7 @@ def finetune(spec: RunSpec = DEFAULT) -> Exported:
 def start(spec: RunSpec) -> Exported:
     """Plan the run and start what is left of it: nothing, if it has finished before."""
     planned = plan(spec)
-    if (outputs := finished(spec)) is not None:
+    if (outputs := finished(spec, planned.recipe)) is not None:
         return outputs
     data = found(planned)
     if data is None:

@@ -269,7 +269,7 @@ def test_double_backward_is_refused(device) -> None:
     [
         ({"beta": 1.1}, "beta 1.1 must be between"),
         ({"temperature": 0.0}, "temperature 0.0 must be positive"),
-        ({"normalized": True, "temperature": 2.0}, "divide before log_softmax"),
+        ({"normalized": True, "temperature": 2.0}, "divide before the softmax"),
         ({"reduction": "batchmean"}, "one of mean, sum, none"),
         ({"reduction": "sum", "num_items": 3}, "contradicts"),
     ],

@@ -169,7 +169,7 @@ def test_a_run_that_was_killed_continues_with_the_same_answers_and_losses(output
     for spec in (whole, cut):
         train_spec(spec)
     train_spec(cut, step=2)
-    assert losses(cut) == losses(whole) == losses(whole)[:4]
+    assert len(losses(whole)) == 4 and losses(cut) == losses(whole)
     again, once = answers(cut), answers(whole)
     first = [step for step in once if step > 2]
     assert {step: once[step] for step in once if step <= 2} == {step: again[step] for step in again if step <= 2}

@@ -1,7 +1,6 @@
 """Data with a teacher's log-probabilities: the command that writes it, and runs that learn without the teacher."""
 
 import json
-import math
 import subprocess
 import sys
 
@@ -214,4 +213,4 @@ def test_the_command_says_what_is_wrong(output, asked, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == BAD_INPUT.exit_code
     assert "objective.teacher: missing; set objective.type to 'distill' and name the teacher" in done.stderr
-    assert math.isfinite(done.returncode) and not (tmp_path / "found").exists()
+    assert not (tmp_path / "found").exists()

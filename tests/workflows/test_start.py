@@ -70,12 +70,20 @@ def test_a_run_that_has_finished_starts_nothing_and_has_the_same_outputs(spec, t
     outputs = {name: f"memory://{tmp_path.name}/outputs/{name}" for name in ("model", "report", "record")}
     for name, file in (("model", "config.json"), ("report", ""), ("record", "")):
         STORE.pipe(f"{outputs[name]}/{file}".rstrip("/"), b"{}")
-    folder.stored_outputs.write_text(json.dumps({"spec_hash": spec.hash(), **outputs}))
+    hashes = {"spec_hash": spec.hash(), "recipe_hash": prepare.plan(spec).recipe.hash()}
+    folder.stored_outputs.write_text(json.dumps({**hashes, **outputs}))
     nodes, made = started(spec)
     assert not nodes
     assert {name: literal.scalar.blob.uri for name, literal in made.literals.items()} == outputs
     # More samples are another report, and what is gone is made anew.
     more = spec.model_copy(update={"evaluation": spec.evaluation.model_copy(update={"samples": 9})})
     assert set(started(more)[0]) == {PREPARE, *TRAINING}
+    # So are those of other rows in the same file.
+    rows = tmp_path / "rows.jsonl"
+    before = rows.read_text()
+    rows.write_text(before.replace("value * 7", "value * 8"))
+    assert set(started(spec)[0]) == {PREPARE, *TRAINING}
+    rows.write_text(before)
+    assert not started(spec)[0]
     STORE.rm(outputs["report"])
     assert set(started(spec)[0]) == {PREPARE, *TRAINING}

@@ -154,6 +154,11 @@ def as_rows(x: Tensor) -> Tensor:
     return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
 
 
+def dense(weight: Tensor | None) -> Tensor | None:
+    """A weight with adjacent elements; None if there is none."""
+    return None if weight is None else weight.contiguous()
+
+
 @contextmanager
 def recording() -> Iterator[list[Call]]:
     """Collect this thread's launches instead of running them; yields the list that fills.

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from ._launch import DTYPES, accumulator, describe, has_dtype, launch, takes_kernel
+from ._launch import DTYPES, accumulator, dense, describe, has_dtype, launch, takes_kernel
 from ._operator import Operator, is_transformed, operator, plain_gradients
 
 # The longest row of one part, and the parts of longer ones.
@@ -143,10 +143,6 @@ def _sizes(x: Tensor, groups: int) -> tuple[int, dict[str, int]]:
     return x.shape[0] * groups, {"GROUPS": groups, "CHANNELS": channels, "L": channels * positions}
 
 
-def _dense(weight: Tensor | None) -> Tensor | None:
-    return None if weight is None else weight.contiguous()
-
-
 def group_norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float) -> Tensor:
     """The same in plain PyTorch."""
     w, b = (None if t is None else t.to(accumulator(x.dtype)) for t in (weight, bias))
@@ -194,7 +190,7 @@ class _Backward(Operator):
             cut = _cut(length, _GRADIENT_BLOCK, _GRADIENT_BLOCK)
             launch(
                 group_norm_bwd_kernel, (n_rows * cut["PARTS"],),
-                x, dy, dx, stats, means, _dense(weight), n_rows, **sizes, **cut,
+                x, dy, dx, stats, means, dense(weight), n_rows, **sizes, **cut,
             )  # fmt: skip
         else:
             mean, rstd = stats.view(2, n_rows, 1)
@@ -240,7 +236,7 @@ class _GroupNorm(Operator):
             launch(group_norm_part_kernel, (n_parts,), x, parts, n_parts, L=sizes["L"], **cut)
         launch(
             group_norm_fwd_kernel, (n_parts,),
-            x, y, stats, parts, _dense(weight), _dense(bias), n_rows, eps,
+            x, y, stats, parts, dense(weight), dense(bias), n_rows, eps,
             PADDED=triton.next_power_of_2(cut["PARTS"]), **sizes, **cut,
         )  # fmt: skip
         return y, stats

@@ -188,8 +188,8 @@ def _in_queue(workload: Object, workloads: Iterable[Object]) -> RunStatus:
     """Status of a queued run: its queue, the number of workloads before it, and Kueue's reason for the wait."""
     queue = workload["spec"].get("queueName")
     others = [other for other in workloads if other["spec"].get("queueName") == queue and _is_waiting(other)]
-    reserved = _condition(workload, "QuotaReserved") or {}
-    evicted = _condition(workload, "Evicted") or {}
+    reserved = condition_of(workload, "QuotaReserved") or {}
+    evicted = condition_of(workload, "Evicted") or {}
     message = reserved.get("message", "")
     if is_hopeless(workload):
         message = f"no quota is large enough, so it waits for ever; cancel it and ask for less ({message})"
@@ -200,13 +200,13 @@ def _in_queue(workload: Object, workloads: Iterable[Object]) -> RunStatus:
 
 def is_hopeless(workload: Object) -> bool:
     """Whether a waiting workload can never be admitted, as Kueue says: no flavor's whole quota is large enough."""
-    message = (_condition(workload, "QuotaReserved") or {}).get("message", "")
+    message = (condition_of(workload, "QuotaReserved") or {}).get("message", "")
     return _is_waiting(workload) and _NEVER in message and _LATER not in message
 
 
 def waits_since(workload: Object) -> datetime:
     """Since when a waiting workload waits: since it was made, or lost its quota."""
-    since = (_condition(workload, "QuotaReserved") or {}).get("lastTransitionTime")
+    since = (condition_of(workload, "QuotaReserved") or {}).get("lastTransitionTime")
     return datetime.fromisoformat(since or workload["metadata"]["creationTimestamp"])
 
 
@@ -222,13 +222,14 @@ def _is_of(workload: Object, mine: set[str]) -> bool:
 
 def _is_waiting(workload: Object) -> bool:
     def is_true(kind: str) -> bool:
-        return (_condition(workload, kind) or {}).get("status") == "True"
+        return (condition_of(workload, kind) or {}).get("status") == "True"
 
     return not is_true("Finished") and not is_true("Admitted")
 
 
-def _condition(workload: Object, kind: str) -> Object | None:
-    conditions: list[Object] = workload.get("status", {}).get("conditions", [])
+def condition_of(workload: Object, kind: str) -> Object | None:
+    """The condition of this type, if the workload has it."""
+    conditions: list[Object] = workload.get("status", {}).get("conditions") or []
     return next((condition for condition in conditions if condition["type"] == kind), None)
 
 

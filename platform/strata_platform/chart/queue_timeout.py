@@ -16,7 +16,8 @@ from pydantic import BaseModel
 from strata_platform.backends.api_errors import translated_errors
 from strata_platform.backends.flyte_admin import FlyteAdmin
 from strata_platform.backends.flyte_config import FlyteConfig
-from strata_platform.backends.kubernetes_objects import Namespace
+from strata_platform.backends.kubernetes_objects import Namespace, condition_of
+from strata_platform.errors import BackendError, StrataError
 
 VARIABLE = "STRATA_QUEUE_TIMEOUT"
 _UNITS = {"s": timedelta(seconds=1), "m": timedelta(minutes=1), "h": timedelta(hours=1), "d": timedelta(days=1)}
@@ -44,19 +45,34 @@ class Settings(BaseModel):
 
 
 def end_hopeless_runs(settings: Settings, now: datetime) -> Iterator[str]:
-    """End every run that has waited too long and can never be admitted; says of each what was ended and why."""
+    """End every run that has waited too long and can never be admitted; says of each what was ended and why.
+
+    Raises BackendError, after all others, if one could not be ended or a tenant not be read.
+    """
+    failed: list[StrataError] = []
     before, config = now - settings.longest, FlyteConfig.read()
     for tenant in settings.tenants:
         admin = FlyteAdmin(config, tenant.project, tenant.domain)
-        for execution, workload in Namespace(tenant.namespace).hopeless(before).items():
-            (why,) = [c["message"] for c in workload["status"]["conditions"] if c["type"] == "QuotaReserved"]
+        try:
+            hopeless = Namespace(tenant.namespace).hopeless(before)
+        except StrataError as error:
+            failed.append(error)
+            continue
+        for execution, workload in hopeless.items():
+            why = (condition_of(workload, "QuotaReserved") or {}).get("message", "")
             cause = (
                 f"no quota of queue {workload['spec']['queueName']} is large enough, and the run has waited for longer "
                 f"than queues.timeout.after, {settings.after}; ask for less, or for a larger quota ({why})"
             )
-            with translated_errors(f"to end {execution}"):
-                admin.terminate(execution, cause)
+            try:
+                with translated_errors(f"to end {execution}"):
+                    admin.terminate(execution, cause)
+            except StrataError as error:
+                failed.append(error)
+                continue
             yield f"{tenant.namespace}: {execution} is ended: {cause}"
+    if failed:
+        raise BackendError("; ".join(map(str, failed)))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Kueue's objects have finalizers that only a running Kueue removes, and Helm deletes objects and Kueue in one go. So
 the hook empties the release's queues while Kueue runs, and stops Kueue if it goes with the release. Runs are
-suspended as by a preemption, and keep their jobs and checkpoints: a new installation continues them.
+suspended as by a preemption, and keep their jobs and checkpoints, from which a new installation can continue them.
 
 The chart passes what the release has as JSON in the variable STRATA_REMOVAL. Exit code 1 ends the removal.
 """
@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
+from strata_platform.backends.kubernetes_objects import condition_of
 from strata_platform.kubernetes_api import Access, ApiError, KubernetesApi, Object
 
 VARIABLE = "STRATA_REMOVAL"
@@ -51,10 +52,13 @@ class Removal:
 
     def __init__(self, api: KubernetesApi, release: Release, sleep: Callable[[float], object] = time.sleep) -> None:
         self.api, self.release, self._sleep = api, release, sleep
-        self._left = release.seconds
 
     def run(self) -> None:
-        """Do all of it. Raises CannotRemove, and then the queues admit runs again."""
+        """Do all of it.
+
+        Raises:
+            CannotRemove: runs did not stop, and the queues admit them again; or a later step takes too long.
+        """
         with_kueue = self._is_mine(self._get(f"{_KINDS}/workloads.kueue.x-k8s.io"))
         if with_kueue:
             self._require_no_other_release()
@@ -97,7 +101,7 @@ class Removal:
             return [_name(item) for item in found if _admitted_by(item) in mine]
 
         self._until_none(held, "have not stopped", "end them with 'strata cancel NAME', or raise removal.seconds")
-        print("every run of the queues is suspended; a new installation continues them", flush=True)
+        print("every run of the queues is suspended", flush=True)
 
     def _set_policy(self, policy: str) -> None:
         for name in self.release.cluster_queues:
@@ -148,11 +152,12 @@ class Removal:
             self._change("DELETE", path)
 
     def _until_none(self, found: Callable[[], list[str]], problem: str, way: str) -> None:
+        left = self.release.seconds
         while names := found():
-            if self._left <= 0:
+            if left <= 0:
                 raise CannotRemove(f"after {self.release.seconds:g} s these {problem}: {', '.join(names)}; {way}")
             self._sleep(_SECONDS)
-            self._left -= _SECONDS
+            left -= _SECONDS
 
     def _get(self, path: str) -> Object | None:
         try:
@@ -187,9 +192,7 @@ def _name(item: Object) -> str:
 def _admitted_by(workload: Object) -> str | None:
     """The cluster queue whose quota a workload holds."""
     found: str | None = (workload.get("status", {}).get("admission") or {}).get("clusterQueue")
-    conditions = workload.get("status", {}).get("conditions") or []
-    finished = any(item["type"] == "Finished" and item["status"] == "True" for item in conditions)
-    return None if finished else found
+    return None if (condition_of(workload, "Finished") or {}).get("status") == "True" else found
 
 
 if __name__ == "__main__":

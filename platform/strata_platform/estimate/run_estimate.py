@@ -12,7 +12,7 @@ from strata_platform.estimate.speed import Time, model_flops, time_of
 from strata_platform.estimate.workload import Workload, with_head_of
 from strata_platform.spec import RunSpec
 from strata_platform.spec.model import SCORE, Lora
-from strata_platform.spec.objectives import WITH_REFERENCE
+from strata_platform.spec.objectives import WITH_REFERENCE, generates
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,17 @@ class Estimate:
                     "the reference over them; objective.loss 'apo_zero_unpaired' needs neither",
                 ),
                 (
-                    objective.type == "grpo",
-                    "objective.type 'grpo': keys and values of objective.generation.batch_size answers, the time that "
-                    "generation takes, and with objective.beta the reference's weights and forward pass",
+                    generates(objective),
+                    f"objective.type '{objective.type}': keys and values of objective.generation.batch_size answers, "
+                    "and the time that generation takes",
+                ),
+                (
+                    objective.type == "grpo" and objective.beta > 0,
+                    "objective.beta: the reference's weights and forward pass",
+                ),
+                (
+                    objective.type == "grpo" and any(term.model for term in objective.rewards),
+                    "objective.rewards: weights of reward models, and their forward passes",
                 ),
                 (
                     objective.type == "custom",
@@ -127,7 +135,7 @@ class Estimate:
                 (
                     self.spec.training.activation_offloading,
                     f"training.activation_offloading: {offloaded_bytes(self.workload) / 2**30:.1f} GiB of pinned host "
-                    "memory for each process; copies are hidden behind layers that take longer, those of long rows",
+                    "memory for each process, and the time of copies that computation does not hide",
                 ),
                 (
                     shape.experts > 0,

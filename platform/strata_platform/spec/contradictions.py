@@ -227,6 +227,13 @@ def _tensor_parallel(spec: RunSpec) -> Iterator[Contradiction]:
 
 
 def _context_parallel(spec: RunSpec) -> Iterator[Contradiction]:
+    method = getattr(spec.parallel, "context_parallel_method", "auto")
+    yield Contradiction(
+        spec.parallel.context_parallel == 1 and method != "auto",
+        ("parallel.context_parallel_method", "parallel.context_parallel"),
+        f"'{method}' says how rows are shared, but parallel.context_parallel is 1; set parallel.context_parallel, or "
+        "leave parallel.context_parallel_method out",
+    )
     if spec.parallel.context_parallel == 1:
         return
     field, parts = "parallel.context_parallel", spec.parallel.context_parallel

@@ -14,7 +14,7 @@ from strata_platform.errors import Problem, SpecError
 from strata_platform.file_io import require_regular_file
 from strata_platform.spec.data import DATA_SUFFIXES, Data, Reading, is_template_file
 from strata_platform.spec.describe import closest_match, format_value
-from strata_platform.spec.objectives import Distill
+from strata_platform.spec.objectives import Distill, Grpo
 from strata_platform.spec.run_spec import RunSpec
 
 _PATH_BEGINNINGS = ("/", "./", "../", "~")
@@ -50,6 +50,8 @@ def local_file_problems(spec: RunSpec) -> Iterator[Problem]:
     folders: dict[str, str | None] = {"model.name": spec.model.name, "model.tokenizer": spec.model.tokenizer}
     if isinstance(spec.objective, Distill):
         folders["objective.teacher"] = spec.objective.teacher
+    if isinstance(spec.objective, Grpo):
+        folders |= {f"objective.rewards[{n}].model": term.model for n, term in enumerate(spec.objective.rewards)}
     for field, folder in folders.items():
         if folder is not None and folder.startswith(_PATH_BEGINNINGS) and not os.path.isdir(folder):
             yield _missing(field, folder, "there is no such folder on this machine")

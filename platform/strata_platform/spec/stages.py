@@ -30,9 +30,9 @@ class Stages(BaseModel):
     def require_order(self) -> None:
         """Raises SpecError if two stages have one name, or a stage uses the model of one that is not before it."""
         problems: list[Problem] = []
-        known: dict[tuple[str, str], int] = {}
+        known: dict[str, int] = {}
         for number, spec in enumerate(self.stages):
-            if (first := known.setdefault((spec.output, spec.name), number)) != number:
+            if (first := known.setdefault(spec.name, number)) != number:
                 problems.append(
                     Problem(f"stages[{number}].name", f"is that of stages[{first}]; give each its own", spec.name)
                 )
@@ -52,23 +52,20 @@ class Stages(BaseModel):
 
 def models_used(spec: RunSpec) -> Iterator[tuple[str, str]]:
     """The path of each field that names the model of another stage, and that stage's name."""
-    for path, value in _texts(spec.model_dump(mode="json"), ""):
-        if value.startswith(MODEL_OF):
+    for path, holder, key in _model_fields(spec.model_dump(mode="json")):
+        value = holder.get(key)
+        if value is not None and value.startswith(MODEL_OF):
             yield path, value.removeprefix(MODEL_OF)
 
 
 def with_models(spec: RunSpec, models: Mapping[str, str]) -> RunSpec:
     """The spec with the models of other stages, by their names, in the place of `run:NAME`."""
     named = {MODEL_OF + name: model for name, model in models.items()}
-
-    def replaced(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: replaced(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [replaced(item) for item in value]
-        return named.get(value, value) if isinstance(value, str) else value
-
-    return RunSpec.model_validate(replaced(spec.model_dump(mode="json")))
+    values = spec.model_dump(mode="json")
+    for _, holder, key in _model_fields(values):
+        if (value := holder.get(key)) is not None:
+            holder[key] = named.get(value, value)
+    return RunSpec.model_validate(values)
 
 
 def load_stages(path: str | Path) -> Stages:
@@ -94,12 +91,11 @@ def load_stages(path: str | Path) -> Stages:
     return stages
 
 
-def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _texts(item, f"{path}.{key}" if path else key)
-    elif isinstance(value, list):
-        for number, item in enumerate(value):
-            yield from _texts(item, f"{path}[{number}]")
-    elif isinstance(value, str):
-        yield path, value
+def _model_fields(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """The fields of a dumped spec that name a model or a tokenizer: the path of each, and where its value is."""
+    model, objective = values["model"], values["objective"]
+    yield "model.name", model, "name"
+    yield "model.tokenizer", model, "tokenizer"
+    yield "objective.teacher", objective, "teacher"
+    for number, term in enumerate(objective.get("rewards", ())):
+        yield f"objective.rewards[{number}].model", term, "model"

@@ -27,8 +27,8 @@ SHARD_TOKENS = 1 << 24
 class DocumentBuffer:
     """Tokenized documents in order of arrival, in temporary files in `folder`. A context manager.
 
-    tokens: of all documents so far. held_tokens, and held_bytes of images and of a teacher's tokens: of those that
-    `clear` has not removed.
+    tokens: of all documents so far. held_tokens, and held_bytes of images, of columns and of a teacher's tokens: of
+    those that `clear` has not removed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -71,6 +71,7 @@ class DocumentBuffer:
         if encoded.columns is not None:
             self._columns.write(encoded.columns)
             self._column_sizes.append(len(encoded.columns))
+            self.held_bytes += len(encoded.columns)
         for image in encoded.images:
             self._images.write(image)
             self._image_sizes.append(len(image))
@@ -207,11 +208,11 @@ class DocumentBuffer:
         self._top_ids.flush()
         self._top_log_probs.flush()
         ids, log_probs = np.memmap(self._paths[3], np.int32, "r"), np.memmap(self._paths[4], np.float32, "r")
-        parts = []
+        parts, width = [], int(widths[documents].max())
         for document in documents:
             span, shape = slice(ends[document], ends[document + 1]), (counts[document], widths[document])
             part = TopTokens(ids[span].reshape(shape), log_probs[span].reshape(shape))
-            parts.append(part.widened(int(widths[documents].max())))
+            parts.append(part.widened(width))
         names = ("top_token_ids", "top_log_probs")
         return dict(zip(names, map(np.concatenate, zip(*parts, strict=True)), strict=True))
 

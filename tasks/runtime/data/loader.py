@@ -19,12 +19,14 @@ from strata_platform.spec.objectives import Grpo, generates
 from tasks.runtime.data.context_shards import shard_collate
 from tasks.runtime.data.dataset import Batch, PreparedData, Row
 from tasks.runtime.data.mixture import RowOrder
-from tasks.runtime.data.prompts import AnswerRows, Numbers
+from tasks.runtime.data.prompts import AnswerRows
 from tasks.runtime.data.row_order import row_order
 from tasks.runtime.process.cpus import available_cpus
 from tasks.runtime.process.ranks import Processes
 
 _MAX_WORKERS = 8
+# The order of answers: their numbers.
+_NUMBERS = range(1 << 62)
 
 DataSkip = tuple[int, int]
 """(step, n): after this step, the data of the next n steps is skipped."""
@@ -126,11 +128,11 @@ def training_loader(
     steps_of_rows = 1
     if isinstance(spec.objective, Grpo):
         # Several rows of a step are one prompt.
-        dataset, order = AnswerRows(rows, order, spec.objective.group_size), Numbers()
+        dataset, order = AnswerRows(rows, order, spec.objective.group_size), _NUMBERS
         steps_of_rows = spec.objective.num_iterations
     elif generates(spec.objective):
         # Numbers of rows decide what the model writes for them.
-        dataset, order = AnswerRows(rows, order, 1), Numbers()
+        dataset, order = AnswerRows(rows, order, 1), _NUMBERS
     sampler = MicroBatchSampler(
         spec, processes, order, start=start, stop=stop, data_skips=data_skips, steps_of_rows=steps_of_rows
     )

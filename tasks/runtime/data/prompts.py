@@ -46,13 +46,6 @@ class AnswerRows(Dataset[Row]):
         return row | {ANSWER: torch.full_like(row["input_ids"], answer)}
 
 
-class Numbers:
-    """The numbers of answers, in order."""
-
-    def __getitem__(self, position: int) -> int:
-        return position
-
-
 def known_of(row: Row) -> dict[str, Any]:
     """What rewards get of a row."""
     return _parsed(row[COLUMNS])

@@ -7,7 +7,7 @@ run writes the same answers, and so does another number of processes or micro-ba
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -39,12 +39,21 @@ class _Document(NamedTuple):
 
 
 class OwnAnswers:
-    """Writes the answers of steps with the weights that are trained."""
+    """Writes the answers of steps with the weights that are trained.
+
+    Raises:
+        ValueError: the data have images.
+    """
 
     def __init__(self, settings: Settings, context: ObjectiveContext) -> None:
         spec = context.spec
         self._share, self._spec, self._collate = settings.on_policy, spec, context.collate
         data = context.data
+        if data.manifest.has_images:
+            raise ValueError(
+                "objective.on_policy: the data have images, and the student answers texts alone; set "
+                "objective.on_policy to 0"
+            )
         with context.strategy.evaluation(context.model) as model:
             assert isinstance(model, PreTrainedModel)
             self._generator = EmbeddedGenerator(
@@ -71,16 +80,14 @@ class OwnAnswers:
         }
         samples = self._generator.generate(list(chosen.values()), self._sampling) if chosen else []
         answers = {number: sample.token_ids for number, sample in zip(chosen, samples, strict=True)}
-        found = [self._batch(part, answers, self._collate) for part in documents]
+        found = [self._batch(part, answers) for part in documents]
         ended = time.monotonic()
         self.share_of_time = (ended - began) / max(ended - self._ended, 1e-9)
         self._ended = ended
         return found
 
-    def _batch(
-        self, documents: list[_Document], answers: dict[int, Tensor], collate: Callable[[list[Row]], Batch]
-    ) -> Batch:
-        return collate([self._row(document, answers.get(document.number)) for document in documents])
+    def _batch(self, documents: list[_Document], answers: dict[int, Tensor]) -> Batch:
+        return self._collate([self._row(document, answers.get(document.number)) for document in documents])
 
     def _row(self, document: _Document, answer: Tensor | None) -> Row:
         """A row with the answer, as much of it as fits."""

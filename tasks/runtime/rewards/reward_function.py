@@ -16,6 +16,9 @@ from typing import Any
 from strata_platform.spec.objectives import RewardTerm
 from tasks.runtime.rewards.reward_process import GIVEN
 
+# Columns of rows that a function does not get as such: it gets `prompts`.
+_NOT_PASSED = frozenset({*GIVEN, "prompt"})
+
 _SCRIPT = Path(__file__).parent / "reward_process.py"
 # To import the function: its module may load other libraries.
 _START_SECONDS = 120.0
@@ -40,7 +43,7 @@ class Answers:
 
     def values(self) -> dict[str, list[Any]]:
         """The arguments of a reward function, as TRL gives them: completions of chats are messages."""
-        columns = dict.fromkeys(name for row in self.columns for name in row if name not in (*GIVEN, "prompt"))
+        columns = dict.fromkeys(name for row in self.columns for name in row if name not in _NOT_PASSED)
         return {
             **{name: [row.get(name) for row in self.columns] for name in columns},
             "prompts": self.prompts,
@@ -71,11 +74,13 @@ class RewardFunction:
 
     def require_columns(self, columns: set[str]) -> None:
         """Raises ValueError if the data lacks a column that the function needs."""
+        columns = columns - _NOT_PASSED
         missing = [name for name in self._takes["needed"] if name not in columns]
         if missing:
             raise ValueError(
                 f"{self._field}: {self._term.function!r} needs the column {missing[0]!r}, but the data has "
-                f"{', '.join(map(repr, sorted(columns)))}; rename one of them, or set {self._field}.arguments"
+                f"{', '.join(map(repr, sorted(columns)))}, beside the prompts; rename one of them, or set "
+                f"{self._field}.arguments"
             )
 
     def begin(self, answers: Answers) -> None:

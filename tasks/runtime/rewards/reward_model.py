@@ -18,7 +18,7 @@ class RewardModel:
     """Scores the text of prompt and answer. The model is frozen, and on the device of training.
 
     Raises:
-        ValueError: the folder or Hub id holds no model with one score.
+        ValueError: the folder or Hub id holds no model with one score, or no tokenizer with an end token.
     """
 
     def __init__(self, term: RewardTerm, number: int, device: torch.device) -> None:
@@ -28,8 +28,14 @@ class RewardModel:
         self._device = device
         model: Any = AutoModelForSequenceClassification.from_pretrained(term.model, dtype="auto")
         self._model = model.to(device).eval().requires_grad_(False)
+        if self._tokenizer.eos_token_id is None:
+            raise ValueError(
+                f"objective.rewards[{number}].model {term.model!r} has a tokenizer without an end token, whose place "
+                "has the score of a text; set its eos_token"
+            )
         if self._model.config.pad_token_id is None:
-            self._model.config.pad_token_id = self._tokenizer.pad_token_id or self._tokenizer.eos_token_id
+            pad = self._tokenizer.pad_token_id
+            self._model.config.pad_token_id = self._tokenizer.eos_token_id if pad is None else pad
 
     @torch.no_grad()
     def score(self, answers: Answers) -> list[float | None]:

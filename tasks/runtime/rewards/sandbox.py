@@ -1,10 +1,11 @@
 """Runs code that a model has written, against tests.
 
-A process of its own, as the same user: with limits of processor time, memory, file sizes and processes, an empty
-environment, an empty folder that is removed afterwards, no input, and, where the system lets users make namespaces, no
-network. What it has not: another root, so it can read what the user can read, and write where the user can write up to
-the limit of a file's size. It guards against accidents, not against an attacker: for models that you do not trust,
-run the whole training in a container without secrets.
+A process of its own, as the same user: with limits of processor time, memory and file sizes, an empty environment, an
+empty folder that is removed afterwards, no input, and, where the system lets users make namespaces, no network and a
+limit of processes. What it has not: another root, so it can read what the user can read, its own script with the proof
+that tests have passed among it, and write where the user can write up to the limit of a file's size. It guards against
+accidents, not against an attacker: for models that you do not trust, run the whole training in a container without
+secrets.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _PROCESSES = 64
 
 def run_tests(code: str, tests: str, seconds: float, memory_mib: int) -> bool:
     """Whether `code`, then `tests`, runs to its end as Python in time."""
-    # Printed behind the tests: code that ends its process early does not know it.
+    # Written behind the tests: code that ends its process early does not, unless it reads it from its own script.
     proof = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="strata-tests-") as folder:
         script = Path(folder, "answer.py")

@@ -56,6 +56,8 @@ def with_cuda_graphs(step: TrainingStep, spec: RunSpec, processes: Processes) ->
         return CudaGraphs(step.objective, spec.training)
     if spec.training.cuda_graphs is True:
         raise ValueError(f"training.cuda_graphs is true, but {reason}; set training.cuda_graphs to auto")
+    if processes.device.type == "cuda" and processes.is_main:
+        log.info("CUDA graphs: off, %s", reason)
     return step.objective
 
 
@@ -75,9 +77,8 @@ def unsupported_reason(step: TrainingStep, spec: RunSpec, processes: Processes) 
         "attention runs with masks, for which the host waits": not step.varlen,
         f"{', '.join(dropout)} of the model's config draws random numbers": bool(dropout),
         "the model has recurrent layers, whose sizes the host reads": bool(recurrent_layers(step.model)),
-        "the model also takes other input than text, of other sizes in each batch": is_multimodal(config),
         "the model is a mixture of experts": _has_experts(step.model),
-        "the model takes images, of other sizes in every batch": is_multimodal(config),
+        "the model also takes other input than text, of other sizes in each batch": is_multimodal(config),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

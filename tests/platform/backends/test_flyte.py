@@ -124,6 +124,30 @@ def test_a_run_that_no_quota_admits_is_ended_after_the_time_it_may_wait(client, 
     assert [client.get(name).phase for name in since] == [Phase.ABORTED, Phase.QUEUED, Phase.QUEUED]
 
 
+def test_a_run_that_cannot_be_ended_keeps_no_other_from_it(client, kubernetes, monkeypatch):
+    monkeypatch.setenv("FLYTE_PLATFORM_URL", client.backend._config.endpoint)
+    monkeypatch.setenv("FLYTE_PLATFORM_INSECURE", "true")
+    ended = []
+
+    def terminate(self, execution, cause):
+        if execution == "stubborn":
+            raise BackendError("Flyte does not answer")
+        ended.append(execution)
+
+    def hopeless(self, before):
+        if self.namespace == "gone":
+            raise BackendError("no such namespace")
+        return {name: workload(name, QuotaReserved={"message": TOO_LARGE}) for name in ("stubborn", "large")}
+
+    monkeypatch.setattr(queue_timeout.FlyteAdmin, "terminate", terminate)
+    monkeypatch.setattr(queue_timeout.Namespace, "hopeless", hopeless)
+    tenants = [{"namespace": name, "project": "p", "domain": "d"} for name in ("gone", "team")]
+    settings = queue_timeout.Settings.model_validate({"after": "2h", "tenants": tenants})
+    with pytest.raises(BackendError, match="no such namespace; Flyte does not answer"):
+        list(queue_timeout.end_hopeless_runs(settings, datetime(2026, 11, 22, 3, tzinfo=UTC)))
+    assert ended == ["large"]
+
+
 def test_a_submission_between_the_look_and_the_execution_of_another_takes_the_name(client, admin, monkeypatch):
     admin.active = "v1"
     find, looks = FlyteBackend._find, []
@@ -143,7 +167,7 @@ def test_a_submission_between_the_look_and_the_execution_of_another_takes_the_na
 
 def test_lines_have_the_rank_that_they_tell_or_that_of_their_pods_first_process(kubernetes):
     worker, single, other = pods_of(
-        kubernetes, pod("w", replica=3), pod("s", "tasks-topology-train-1x1"), pod("p", "tasks-prepare-plan")
+        kubernetes, pod("w", replica=3), pod("s", "tasks-topology-train-1x1"), pod("p", "workflows-finetune-start")
     )
     stamp = "2026-11-22T00:00:01.500000000Z"
     time = datetime(2026, 11, 22, 0, 0, 1, 500000, UTC).timestamp()

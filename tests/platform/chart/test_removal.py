@@ -70,6 +70,33 @@ def remove(cluster):
     Removal(cluster, RELEASE, sleep=lambda seconds: None).run()
 
 
+def test_each_wait_has_the_whole_time():
+    """Runs take all but the last second to stop, and objects two seconds to go."""
+    cluster, seconds = Cluster(stuck=True), []
+    request, get = cluster.request, cluster.get
+
+    def sleep(_):
+        seconds.append(1)
+        if len(seconds) == 3:
+            cluster.objects[f"{KUEUE}/namespaces/team-a/workloads/run"]["status"] = {}
+
+    def slow(method, path, body=None):
+        if method == "DELETE" and path.endswith("flavors/h100"):
+            cluster.going = len(seconds) + 2
+            return
+        request(method, path, body)
+
+    def gone(path, **query):
+        if path.endswith("flavors/h100") and len(seconds) >= cluster.going:
+            cluster.objects.pop(path, None)
+        return get(path, **query)
+
+    cluster.request, cluster.get = slow, gone
+    Removal(cluster, RELEASE, sleep=sleep).run()
+    assert len(seconds) == 5
+    assert f"{KUEUE}/resourceflavors/h100" not in cluster.objects
+
+
 def test_runs_are_suspended_before_queues_go_and_kueue_is_stopped_before_its_workloads_are_freed():
     cluster = Cluster()
     remove(cluster)

@@ -4,6 +4,7 @@ import pytest
 
 from strata_platform.errors import SpecError
 from strata_platform.spec import DataRecipe, RunSpec
+from strata_platform.spec.local_files import require_local_files
 
 REWARD = {"function": "numeric"}
 LORA = {"model": {"name": "organization/model"}, "adapter": {"type": "lora"}}
@@ -76,3 +77,9 @@ def test_a_spec_is_completed():
     assert DataRecipe.from_spec(spec).data.sequence_length == 512 - 256
     highest = {"dapo": 0.2, "cispo": 5.0}
     assert {loss: make({"loss": loss}).objective.highest_ratio for loss in highest} == highest
+
+
+def test_a_reward_model_that_is_no_folder_here_is_told_before_a_run_is_sent():
+    spec = make({"rewards": [REWARD, {"model": "./none"}]})
+    with pytest.raises(SpecError, match=r"objective\.rewards\[1\]\.model: there is no such folder.*\./none"):
+        require_local_files(spec)

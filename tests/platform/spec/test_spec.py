@@ -513,6 +513,11 @@ def test_a_long_value_is_shortened():
             "adapter.modules_to_save",
         ),
         (
+            {"parallel": {"type": "fsdp", "context_parallel_method": "ulysses"}, "topology": {"nproc_per_node": 2}},
+            "parallel.context_parallel_method",
+            "parallel.context_parallel is 1",
+        ),
+        (
             {
                 "training": {"neftune_noise_alpha": 5},
                 "parallel": {"type": "fsdp", "context_parallel": 2},

@@ -64,6 +64,24 @@ def test_mistakes_are_told_with_their_stage_and_line(write, texts, said):
         load_stages(write(**{"sft": SFT, "dpo": DPO, **texts}))
 
 
+def test_only_fields_of_models_name_stages():
+    rewards = [{"function": "regex", "arguments": {"pattern": "run: .*"}}, {"model": "run:reward"}]
+    spec = RunSpec(
+        objective={"type": "grpo", "rewards": rewards, "generation": {"max_new_tokens": 32, "stop": ["run:"]}},
+        data={"source": "a.jsonl"},
+    )
+    assert list(models_used(spec)) == [("objective.rewards[1].model", "reward")]
+    found = with_models(spec, {"reward": "/runs/reward/model", " .*": "x", "": "x"})
+    assert found.objective.rewards[1].model == "/runs/reward/model"
+    assert (found.objective.generation.stop, found.objective.rewards[0]) == (("run:",), spec.objective.rewards[0])
+
+
+def test_two_stages_of_one_name_are_refused_wherever_they_write():
+    stages = Stages(stages=(RunSpec(name="a", output="/one"), RunSpec(name="a", output="/two")))
+    with pytest.raises(SpecError, match=r"stages\[1\]\.name: is that of stages\[0\]"):
+        stages.require_order()
+
+
 def test_a_stage_may_not_use_itself():
     with pytest.raises(SpecError, match=r"stages\[0\]\.model\.name: no stage before"):
         Stages(stages=(RunSpec(name="a", model={"name": "run:a"}),)).require_order()

@@ -11,9 +11,10 @@ import torch
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import collate, fingerprint, open_prepared, pipeline, prepare
 from tasks.runtime.data.dataset import IGNORE_INDEX
+from tasks.runtime.data.documents import Document
 from tasks.runtime.data.part_processes import PlannedSource, prepare_parts
 from tasks.runtime.data.rows import Row, RowError
-from tasks.runtime.data.teacher_columns import TopTokens, top_tokens_of
+from tasks.runtime.data.teacher_columns import TopTokens, top_tokens_of, with_top_tokens
 from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
 from tasks.runtime.run_folder.folder import data_folder
 
@@ -248,3 +249,11 @@ def test_texts_have_an_entry_for_each_token_of_the_answer(tmp_path, tokenizer):
         learned = [at for at, label in enumerate(labels) if label != IGNORE_INDEX]
         assert [tokens[at] for at in learned] == [[ids[at]] for at in learned]
         assert {values[at][0] for at in learned} == {-0.25}
+
+
+def test_log_probabilities_of_rows_with_images_are_refused():
+    """The row's tokens are those of its text; each image becomes many."""
+    build = with_top_tokens(lambda row: [Document((), False, images=(b"picture",))])
+    row = Row("rows line 3", {"logprobs": [[-1.0]], "target_token_ids": [[1]]})
+    with pytest.raises(RowError, match=r"rows line 3: has images.*name the teacher in objective\.teacher"):
+        build(row)

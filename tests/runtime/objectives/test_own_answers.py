@@ -1,6 +1,7 @@
 """On-policy distillation: the rows that the student writes itself, and what is gained by them."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
 from tasks.runtime.generation import EmbeddedGenerator, Request, Sampling
 from tasks.runtime.models.trained_weights import build_trained_model, collect_weights
 from tasks.runtime.objectives import ObjectiveContext, build_objective
-from tasks.runtime.objectives.own_answers import OWN
+from tasks.runtime.objectives.own_answers import OWN, OwnAnswers
 from tasks.runtime.parallel.single import Single
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
@@ -175,3 +176,12 @@ def test_a_share_of_the_rows_is_the_students_whatever_the_micro_batches(output):
         assert made[:PROMPT] == before[:PROMPT]
         assert (made == before) == (count == 0) and count in (0, len(made) - PROMPT)
     assert batches_of(output, 0.5, 4)[1] == rows
+
+
+def test_images_are_refused_because_answers_are_texts_alone(output):
+    spec = spec_of(output, "images", 1.0)
+    context = SimpleNamespace(
+        spec=spec, collate=None, data=SimpleNamespace(manifest=SimpleNamespace(has_images=True)), strategy=None
+    )
+    with pytest.raises(ValueError, match=r"objective.on_policy: the data have images.*set objective.on_policy to 0"):
+        OwnAnswers(spec.objective, context)

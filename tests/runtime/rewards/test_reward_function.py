@@ -39,6 +39,16 @@ def test_a_function_gets_the_columns_that_it_takes():
     assert ones != none == [0.0, 0.0, 0.0]
 
 
+def test_what_a_function_does_not_get_is_no_column_that_it_may_need():
+    """It gets `prompts`: one that asks for `prompt` would fail at the first step."""
+    made = function("needs_prompt")
+    try:
+        with pytest.raises(ValueError, match=r"needs_prompt' needs the column 'prompt', but the data has 'wanted'"):
+            made.require_columns({"prompt", "wanted"})
+    finally:
+        made.close()
+
+
 def test_completions_of_chats_are_messages():
     chats = Answers([[{"role": "user", "content": "Hi"}]], ["Ho"], [[1]], [{}], ["row 1"])
     assert chats.values()["completions"] == [[{"role": "assistant", "content": "Ho"}]]
@@ -85,7 +95,7 @@ def test_a_function_that_cannot_be_used_is_refused_at_once(name, arguments, said
 
 def test_a_missing_column_is_named():
     made = function("needs_column")
-    with pytest.raises(ValueError, match="needs the column 'wanted', but the data has 'answer', 'prompt'"):
+    with pytest.raises(ValueError, match="needs the column 'wanted', but the data has 'answer', beside"):
         made.require_columns({"prompt", "answer"})
     made.close()
     shipped = RewardFunction(RewardTerm(function="numeric", arguments={"column": "solution"}), 1)

@@ -43,3 +43,24 @@ def test_a_model_without_one_score_is_refused(folder, tmp_path):
     for path, said in ((tmp_path, "a reward model has one"), (tmp_path / "none", "cannot be read")):
         with pytest.raises(ValueError, match=rf"objective.rewards\[3\].model .*{said}"):
             RewardModel(RewardTerm(model=str(path)), 3, torch.device("cpu"))
+
+
+def test_a_tokenizer_without_an_end_token_is_refused(folder, tmp_path):
+    LlamaForSequenceClassification.from_pretrained(folder).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"objective.rewards\[1\].model .* without an end token"):
+        RewardModel(RewardTerm(model=str(tmp_path)), 1, torch.device("cpu"))
+
+
+def test_padding_may_be_the_first_token(folder, tmp_path):
+    """The config of a model without a padding token gets that of its tokenizer, also the one with number 0."""
+    model = LlamaForSequenceClassification.from_pretrained(folder)
+    model.config.pad_token_id = None
+    model.save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
+    tokenizer.save_pretrained(tmp_path)
+    made = RewardModel(RewardTerm(model=str(tmp_path)), 0, torch.device("cpu"))
+    assert made._model.config.pad_token_id == 0 != tokenizer.eos_token_id

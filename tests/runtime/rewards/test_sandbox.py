@@ -1,4 +1,4 @@
-"""What code under test cannot do, and that it cannot pass by ending early."""
+"""What code under test cannot do, and that it does not pass by just ending early."""
 
 import os
 import sys

@@ -117,7 +117,7 @@ def test_the_model_and_the_machine_have_to_support_them(tmp_path, device, change
     spec = make_spec(tmp_path, "machine", training={"cuda_graphs": "auto"})
     step = training_step(spec, torch.device(device))
     change(step, **changes)
-    processes = SimpleNamespace(device=torch.device(device))
+    processes = SimpleNamespace(device=torch.device(device), is_main=True)
     found = unsupported_reason(step, spec, processes)
     assert (found is None) if reason is None else (reason in found), found
     if reason is None:

@@ -28,18 +28,17 @@ from ..head.head_arguments import autocast
 from ..head.memory import WeightGradient
 from ..head.vocabulary_parallel import is_dtensor
 from .activation_operators import ACTIVATIONS
+from .activation_reference import forward_reference
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
-# The operator of each, and PyTorch's function.
+# The operator of each.
 _OPERATOR = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
-_PLAIN: dict[str, Any] = {
-    "silu": functional.silu, "gelu": functional.gelu, "gelu_tanh": partial(functional.gelu, approximate="tanh")
-}  # fmt: skip
 
 
 def tiled_mlp_reference(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
     """The same in plain PyTorch, all rows at once."""
-    return functional.linear(_PLAIN[activation](functional.linear(x, gate)) * functional.linear(x, up), down)
+    inner = forward_reference(activation, functional.linear(x, gate), functional.linear(x, up), 1.0, 1.0)
+    return functional.linear(inner, down)
 
 
 def _tiles(n_rows: int, tile: int) -> Iterator[slice]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -14,8 +15,11 @@ from .divergence_reference import COSINE_EPS, Form, reference_divergence, refere
 from .whole_row_kernels import cosine_kernel, tvd_probabilities_kernel
 
 _KINDS = {"forward_kl": FORWARD_KL, "reverse_kl": REVERSE_KL, "jsd": JSD, "tvd": TVD}
-# Distances that need no softmax, and elements of a row that their programs take at a time.
-_WHOLE_ROW = {"cosine": cosine_kernel, "tvd_probabilities": tvd_probabilities_kernel}
+# Distances that need no softmax: their kernels and constants; elements of a row that a program takes at a time.
+_WHOLE_ROW: dict[str, tuple[Any, dict[str, float]]] = {
+    "cosine": (cosine_kernel, {"EPS": COSINE_EPS}),
+    "tvd_probabilities": (tvd_probabilities_kernel, {}),
+}
 _WHOLE_ROW_BLOCK, _WHOLE_ROW_WARPS = 4096, 8
 # Parts of a row that programs keep: as many as the smallest share of a GPU runs at once. A row of more is read again.
 _MOST_KEPT = 32
@@ -62,11 +66,12 @@ def divergence_rows(
         dz: [N, V], of z's dtype, adjacent columns; None for no gradient.
     """
     if takes_kernel(z) and form.divergence in _WHOLE_ROW:
+        kernel, constants = _WHOLE_ROW[form.divergence]
         launch(
-            _WHOLE_ROW[form.divergence], (z.shape[0],),
+            kernel, (z.shape[0],),
             z, t, dz, target, scale, loss, z.stride(0), t.stride(0), 0 if dz is None else dz.stride(0),
             0 if scale is None else scale.stride(0), form.ignore_index,
-            V=z.shape[1], EPS=COSINE_EPS, BLOCK=min(triton.next_power_of_2(z.shape[1]), _WHOLE_ROW_BLOCK),
+            V=z.shape[1], **constants, BLOCK=min(triton.next_power_of_2(z.shape[1]), _WHOLE_ROW_BLOCK),
             num_warps=_WHOLE_ROW_WARPS,
         )  # fmt: skip
         return

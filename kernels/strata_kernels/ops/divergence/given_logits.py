@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .._launch import DTYPES, accumulator, describe, has_dtype
+from .._launch import DTYPES, accumulator, as_rows, describe, has_dtype
 from .._operator import Operator, is_transformed, operator, refuse_double_backward
 from ..cross_entropy.reduction import Reduction, check_options, scaled
 from .divergence_reference import Divergence, Form, reference_divergence
@@ -26,12 +26,6 @@ _FORM = "str divergence, float beta, float temperature, bool normalized, int ign
 
 def _form(divergence: Divergence, beta: float, temperature: float, normalized: bool, ignore_index: int) -> Form:
     return Form(divergence, beta, temperature, normalized=normalized, ignore_index=ignore_index)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """x [..., V] as [N, V] with adjacent columns; a view where its strides allow that."""
-    flat = x.reshape(-1, x.shape[-1])
-    return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
 
 
 @operator(
@@ -51,7 +45,7 @@ class _ScalarDivergence(Operator):
         dlogits = logits.new_empty(logits.shape if want_gradient else 0)
         form = _form(divergence, beta, temperature, normalized, ignore_index)
         divergence_rows(
-            _rows(logits), _rows(teacher), target.reshape(-1).contiguous(), divisor.reciprocal().expand(loss.shape),
+            as_rows(logits), as_rows(teacher), target.reshape(-1).contiguous(), divisor.reciprocal().expand(loss.shape),
             loss, form, dlogits.view(-1, logits.shape[-1]) if want_gradient else None,
         )  # fmt: skip
         return loss.sum() / divisor, dlogits
@@ -84,7 +78,7 @@ class _RowDivergencesBackward(Operator):
         loss = logits.new_empty(target.numel(), dtype=accumulator(logits.dtype))
         dlogits = logits.new_empty(logits.shape)
         divergence_rows(
-            _rows(logits), _rows(teacher), target.reshape(-1).contiguous(), grad.reshape(-1).to(loss.dtype), loss,
+            as_rows(logits), as_rows(teacher), target.reshape(-1).contiguous(), grad.reshape(-1).to(loss.dtype), loss,
             _form(*form), dlogits.view(-1, logits.shape[-1]),
         )  # fmt: skip
         return dlogits
@@ -102,7 +96,7 @@ class _RowDivergences(Operator):
     def forward(logits: Tensor, teacher: Tensor, target: Tensor, *form: Any) -> Tensor:
         loss = _RowDivergences.fake(logits, teacher, target)
         divergence_rows(
-            _rows(logits), _rows(teacher), target.reshape(-1).contiguous(), None, loss.view(-1), _form(*form)
+            as_rows(logits), as_rows(teacher), target.reshape(-1).contiguous(), None, loss.view(-1), _form(*form)
         )
         return loss
 
@@ -306,7 +300,7 @@ def _check(logits: Tensor, teacher: Tensor, target: Tensor | None, temperature: 
     check_temperature(temperature)
     if normalized and temperature != 1:
         raise ValueError(
-            f"temperature {temperature} is for logits, not for log-probabilities; divide before log_softmax"
+            f"temperature {temperature} is for logits, not for normalized values; divide before the softmax"
         )
     tensors = [logits, teacher] if target is None else [logits, teacher, target]
     if any(t.device != logits.device for t in tensors):

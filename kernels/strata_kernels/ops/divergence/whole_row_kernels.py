@@ -56,9 +56,9 @@ def cosine_kernel(
 @triton.jit
 def tvd_probabilities_kernel(
     p_z, p_t, p_dz, p_target, p_scale, p_loss, stride_z, stride_t, stride_dz, stride_scale, ignore_index,
-    V: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr,
+    V: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The loss of a row, and its gradient if p_dz is given; EPS is not used."""
+    """The loss of a row, and its gradient if p_dz is given."""
     i_n = tl.program_id(0).to(tl.int64)
     o_v = tl.arange(0, BLOCK)
     # A row that does not count has no columns.

@@ -1,11 +1,11 @@
-"""Casts to FP8 with a scale taken from the values themselves: three kernels for the two scalings.
+"""Casts to FP8 with a scale taken from the values themselves: four kernels for the two scalings.
 
     s   = F / max(|x|)              one for the tensor, or one for each row and one for each column
     x8  = fp8(s · x)                x8ᵀ = fp8(s · x)ᵀ           F: the format's largest number, 448 or 57344
 
 A product on a Hopper chip reads both factors along the dimension that is summed, so a tensor of which two products are
-made is needed both ways. One pass writes both: x is read twice in all, once for the maximum. Rounded down to a power
-of two, a scale only moves exponents (scales of rows and columns).
+made is needed both ways. One pass writes both of 16-bit values: x is read twice in all, once for the maximum. Rounded
+down to a power of two, a scale only moves exponents (scales of rows and columns).
 
 Magnitudes are compared as integers: bits of absolute values are ordered as the values are, with infinity and NaN above
 all. So a value that is not finite makes everything that is computed from the tensor NaN, as in PyTorch, whose maximum

@@ -33,8 +33,8 @@ from .product import product
 Scaling = Literal["tensorwise", "rowwise"]
 
 
-class _Last(threading.local):
-    """The last input that this thread cast, and its cast: the next layer may read it, too."""
+class _Last:
+    """The last input that a thread cast, and its cast: the next layer may read it, too."""
 
     key: tuple[Any, ...] | None = None
     found: Cast | None = None
@@ -43,7 +43,14 @@ class _Last(threading.local):
         self.key = self.found = None
 
 
-_last = _Last()
+class _Threads(threading.local):
+    """An object for each thread: an input may die in another, such as that of the backward pass."""
+
+    def __init__(self) -> None:
+        self.last = _Last()
+
+
+_threads = _Threads()
 
 
 def _cast_input(x: Tensor, scaling: Scaling, columns: bool) -> Cast:
@@ -51,13 +58,13 @@ def _cast_input(x: Tensor, scaling: Scaling, columns: bool) -> Cast:
     if is_observed():
         # Compilers share it themselves, and a recomputation must do what the first pass did.
         return cast(x.reshape(-1, x.shape[-1]), scaling, rows=True, columns=columns)
-    key = _last.key
-    if key is not None and key[0]() is x and key[1:] == (x._version, scaling, columns):
-        assert _last.found is not None
-        return _last.found
+    last = _threads.last
+    if last.key is not None and last.key[0]() is x and last.key[1:] == (x._version, scaling, columns):
+        assert last.found is not None
+        return last.found
     amax = largest_of(x)
     found = cast(x.reshape(-1, x.shape[-1]), scaling, rows=True, columns=columns, amax=amax)
-    _last.key, _last.found = (weakref.ref(x, _last.drop), x._version, scaling, columns), found
+    last.key, last.found = (weakref.ref(x, last.drop), x._version, scaling, columns), found
     return found
 
 
@@ -124,7 +131,7 @@ def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scal
         scaling: "tensorwise", one scale for each tensor, or "rowwise", one for each row of a factor.
 
     Returns:
-        [..., N], in the dtype of x.
+        [..., N], in the dtype of x. With "rowwise", a GPU rounds products to bf16 first, also those of gradients.
 
     Raises:
         ValueError: the sizes of the weight are not divisible by 16, or `scaling` is unknown.

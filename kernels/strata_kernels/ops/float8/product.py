@@ -1,4 +1,4 @@
-"""Products of FP8 matrices: of the chip, or emulated in fp32 where it has none."""
+"""Products of FP8 matrices: on a GPU, or emulated in fp32 on a CPU."""
 
 from __future__ import annotations
 

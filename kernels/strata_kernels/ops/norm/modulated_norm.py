@@ -21,7 +21,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .._launch import DTYPES, accumulator, as_rows, describe, has_dtype, launch, multiprocessors, takes_kernel
+from .._launch import DTYPES, accumulator, as_rows, dense, describe, has_dtype, launch, multiprocessors, takes_kernel
 from .._operator import Operator, is_transformed, operator, plain_gradients
 from .modulated_norm_kernels import modulated_norm_bwd_kernel, modulated_norm_fwd_kernel
 
@@ -44,10 +44,6 @@ def _plan(width: int, center: bool) -> dict[str, Any]:
 
 def _has_kernel(x: Tensor) -> bool:
     return takes_kernel(x) and x.shape[-1] <= _MOST_FEATURES
-
-
-def _dense(weight: Tensor | None) -> Tensor | None:
-    return None if weight is None else weight.contiguous()
 
 
 def _normalized(x: Tensor, eps: float, center: bool) -> tuple[Tensor, Tensor]:
@@ -140,7 +136,7 @@ def _launch_backward(
     sums = x.new_zeros(2, n_modulations, max(programs, 1), width, dtype=torch.float32)
     launch(
         modulated_norm_bwd_kernel, (n_modulations * programs if n_rows else 0,),
-        rows, incoming, dx, stats, _dense(weight), _dense(bias), modulation,
+        rows, incoming, dx, stats, dense(weight), dense(bias), modulation,
         dscale if each else None, dshift if each else None, sums,
         n_rows, n_shared, programs, rows.stride(0), incoming.stride(0), modulation.stride(0), offset,
         EACH=each, **plan,
@@ -197,7 +193,7 @@ class _ModulatedNorm(Operator):
         scales, shifts = as_rows(scale), None if shift is None else as_rows(shift)
         launch(
             modulated_norm_fwd_kernel, (triton.cdiv(n_rows, plan["ROWS"]),),
-            rows, y, stats, _dense(weight), _dense(bias), scales, shifts, n_rows, _shared(x, scale),
+            rows, y, stats, dense(weight), dense(bias), scales, shifts, n_rows, _shared(x, scale),
             rows.stride(0), scales.stride(0), 0 if shifts is None else shifts.stride(0), eps, offset, **plan,
         )  # fmt: skip
         return y, stats

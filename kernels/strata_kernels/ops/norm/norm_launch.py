@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .._launch import launch, multiprocessors, takes_kernel
+from .._launch import dense, launch, multiprocessors, takes_kernel
 from .norm_kernels import add_rows_kernel, norm_bwd_kernel, norm_fwd_kernel
 from .norm_reference import (
     COUNTERS,
@@ -122,10 +122,6 @@ def _rows_if_any(x: Tensor | None) -> tuple[Tensor | None, int]:
     return (None, 0) if x is None else _rows(x)
 
 
-def _dense(weight: Tensor | None) -> Tensor | None:
-    return weight if weight is None or weight.is_contiguous() else weight.contiguous()
-
-
 def norm_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     eps: float, offset: float, cast: str, center: bool,
@@ -145,7 +141,7 @@ def norm_forward(
         raise ValueError(f"x has {n_rows} rows, too many for an index in 32 bits: split it")
     launch(
         norm_fwd_kernel, (-(-n_rows // plan["ROWS"]),),
-        rows, residual_rows, _dense(weight), _dense(bias), y, h, stats, n_rows, stride, residual_stride, eps, offset,
+        rows, residual_rows, dense(weight), dense(bias), y, h, stats, n_rows, stride, residual_stride, eps, offset,
         **plan,
     )  # fmt: skip
     return y, x if h is None else h, stats
@@ -182,7 +178,7 @@ def _backward_triton(
     partial = x.new_empty((programs, width * gradients), dtype=torch.float32)
     launch(
         norm_bwd_kernel, (programs * plan["SPLIT"],),
-        dy_rows, dh_rows, rows, _dense(weight), stats, dx, partial, dw, db,
+        dy_rows, dh_rows, rows, dense(weight), stats, dx, partial, dw, db,
         n_rows, dy_stride, dh_stride, stride, offset, int(fused),
         **plan,
     )  # fmt: skip
