@@ -8,6 +8,16 @@ def divides_heads(queries: int, keys: int, ways: int) -> bool:
     return queries % ways == 0 and (keys % ways == 0 or ways % keys == 0)
 
 
+def undivided_heads(method: str, queries: int, keys: int, ways: int) -> str | None:
+    """What is wrong with `method` for a rank's heads of queries and of keys; None if nothing is."""
+    if method != "ulysses" or divides_heads(queries, keys, ways):
+        return None
+    return (
+        f"'ulysses' divides heads over {ways} processes, but the model has {queries} heads of queries and {keys} of "
+        "keys in each; set it to 'all_gather'"
+    )
+
+
 def exchanges_heads(method: str, queries: int, keys: int, ways: int) -> bool:
     """Whether attention exchanges heads (`ulysses`), for a rank's heads of queries and of keys."""
     if method != "auto" or not divides_heads(queries, keys, ways):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strata_platform.context_parallel import exchanges_heads
+from strata_platform.context_parallel import exchanges_heads, undivided_heads
 from strata_platform.errors import Problem, SpecError
 from strata_platform.estimate.shapes import ModelShape
 from strata_platform.spec import RunSpec
@@ -74,8 +74,10 @@ class Workload:
         in_bfloat16 = isinstance(parallel, Fsdp) and parallel.compute_dtype == "bfloat16"
         compute_bytes = 2 if in_bfloat16 else weight_bytes
         several_documents = spec.data.packing or parallel.context_parallel > 1
+        part = _shard_of(shape, parallel.tensor_parallel)
+        _require_divisible_heads(part, parallel)
         return cls(
-            shape=_shard_of(shape, parallel.tensor_parallel),
+            shape=part,
             tokens=spec.training.micro_batch_size * spec.data.sequence_length // parallel.context_parallel,
             sequence_length=spec.data.sequence_length,
             dp_cp_size=spec.topology.world_size // parallel.tensor_parallel,
@@ -183,6 +185,14 @@ def _require_divisible_experts(shape: ModelShape, ways: int) -> None:
         if not shape.experts:
             reason = "the model has no experts; set it to 1"
         raise SpecError([Problem("parallel.expert_parallel", reason)], "estimate")
+
+
+def _require_divisible_heads(shape: ModelShape, parallel: Single | Ddp | Fsdp) -> None:
+    if isinstance(parallel, Fsdp):
+        method = parallel.context_parallel_method
+        reason = undivided_heads(method, shape.heads, shape.kv_heads, parallel.context_parallel)
+        if reason is not None:
+            raise SpecError([Problem("parallel.context_parallel_method", reason)], "estimate")
 
 
 def _shard_of(shape: ModelShape, tensor_parallel: int) -> ModelShape:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from strata_platform.context_parallel import divides_heads, exchanges_heads
+from strata_platform.context_parallel import exchanges_heads, undivided_heads
 from strata_platform.spec.model import Model
 from strata_platform.spec.parallel import Fsdp
 from strata_platform.spec.run_spec import Parallel
@@ -48,17 +48,14 @@ def require_context_parallel_support(model: Model, parallel: Parallel) -> None:
 
 def _require_heads(model: Model, parallel: Parallel) -> None:
     """Raises ValueError if the method is `ulysses` and the ranks cannot divide the model's heads."""
-    if not isinstance(parallel, Fsdp) or parallel.context_parallel_method != "ulysses":
+    if not isinstance(parallel, Fsdp):
         return
     config = load_config(model).get_text_config()
     queries = config.num_attention_heads // parallel.tensor_parallel
     keys = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) // parallel.tensor_parallel
-    if not divides_heads(queries, keys, parallel.context_parallel):
-        raise ValueError(
-            f"parallel.context_parallel_method 'ulysses' divides heads over {parallel.context_parallel} processes, but "
-            f"model.name {model.name!r} has {queries} heads of queries and {keys} of keys in each; set "
-            "parallel.context_parallel_method to 'all_gather'"
-        )
+    reason = undivided_heads(parallel.context_parallel_method, queries, keys, parallel.context_parallel)
+    if reason is not None:
+        raise ValueError(f"parallel.context_parallel_method {reason} (model.name: {model.name!r})")
 
 
 def _unsupported_reason(config: PretrainedConfig) -> str | None:

@@ -316,6 +316,11 @@ def test_heads_are_exchanged_for_slices_of_rows_where_that_sends_less():
     assert activations_of_layer(work) == 2 * 4096 // 8 * (7 * 4096 + 2 * 14336 + 2 * 1024) * 2
 
 
+def test_heads_that_processes_cannot_share_are_refused():
+    with pytest.raises(SpecError, match=r"parallel\.context_parallel_method: 'ulysses' divides heads over 3 processes"):
+        work_of(**on(3, context_parallel=3, context_parallel_method="ulysses"), data={"sequence_length": 3072})
+
+
 def test_rows_that_are_cut_have_masks_in_float32():
     model = {"name": "llama-3.1-8b", "dtype": "float32"}
     work = work_of(**CONTEXT, model=model, training={"micro_batch_size": 1})
