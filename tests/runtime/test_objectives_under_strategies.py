@@ -36,8 +36,13 @@ CELLS = {
     # Without packing no two processes read the same number of tokens.
     "kto": [("lightning", "fsdp", "none"), ("torch", "ddp", "lora"), ("hf", "zero-3", "none")],
     "distill": [("hf", "fsdp", "none"), ("torch", "ddp", "lora")],
+    "on-policy": [("torch", "fsdp", "none"), ("lightning", "fsdp", "lora")],
 }  # fmt: skip
-DATA = {"distill": {"completion_column": "chosen", "packing": False}, "kto": {"packing": False}}
+ANSWERS = {"completion_column": "chosen", "packing": False}
+DATA = {"distill": ANSWERS, "on-policy": ANSWERS, "kto": {"packing": False}}
+ON_POLICY = {
+    "type": "distill", "on_policy": 1, "weight": 1, "divergence": "reverse_kl", "generation": {"max_new_tokens": 8}
+}  # fmt: skip
 NAMES = [(objective, *cell) for objective, cells in CELLS.items() for cell in cells]
 
 
@@ -54,7 +59,8 @@ def make_spec(output, name, objective, framework, strategy, adapter, processes):
                 "validation_fraction": 0.2,
             }
             | DATA.get(objective, {}),
-            "objective": {"type": objective} | ({"teacher": f"{output}/teacher"} if objective == "distill" else {}),
+            "objective": (ON_POLICY if objective == "on-policy" else {"type": objective})
+            | ({"teacher": f"{output}/teacher"} if objective in ("distill", "on-policy") else {}),
             "adapter": {"type": adapter},
             "training": {"steps": STEPS, "micro_batch_size": 1, "gradient_accumulation_steps": 4 // processes},
             "optimizer": {"lr": 1e-3},
@@ -77,7 +83,11 @@ def curve(spec, attempt=0):
     """What is told of each step of an attempt."""
     points = map(json.loads, RunFolder.of(spec).metrics.read_text().splitlines())
     names = ("loss", "grad_norm", "target_tokens", "metrics")
-    return [tuple(point[name] for name in names) for point in points if point["attempt"] == attempt and "loss" in point]
+    found = [point for point in points if point["attempt"] == attempt and "loss" in point]
+    for point in found:
+        # A time.
+        point["metrics"].pop("generation_share", None)
+    return [tuple(point[name] for name in names) for point in found]
 
 
 def evaluations(spec):

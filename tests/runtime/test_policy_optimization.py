@@ -147,8 +147,8 @@ def test_losses_and_norms_are_those_of_trl(output, name):
         assert found[step][0] == pytest.approx(expected[step][0], rel=1e-5, abs=2e-6), f"step {step + 1}"
 
 
-def losses(spec):
-    return [(loss, norm) for _, loss, norm, *_ in curve(spec)]
+def losses(spec, attempt=None):
+    return [(loss, norm) for _, loss, norm, *_ in curve(spec, attempt)]
 
 
 def answers(spec):
@@ -189,25 +189,58 @@ def test_frameworks_and_micro_batches_do_not_change_a_step(output):
             assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("adapter", ["none", "lora"])
-def test_two_processes_are_one(output, adapter):
-    """Also where each has two answers of every group."""
-    specs = []
-    for processes in (1, 2):
-        training = {"steps": STEPS, "micro_batch_size": 2, "gradient_accumulation_steps": 6 // processes}
-        specs.append(
-            spec_of(
-                output, f"{adapter}-{processes}", {"beta": 0.1, "num_iterations": 2, "filter_groups": True},
-                training=training, adapter={"type": adapter}, topology={"nproc_per_node": processes},
-                parallel={"type": "single" if processes == 1 else "ddp"},
-            )
-        )  # fmt: skip
-    one, two = specs
-    train_spec(one)
-    launch("2", file_of(output, two))
-    for found, expected in zip(losses(two), losses(one), strict=True):
+# Framework, strategy and adapter.
+CELLS = [
+    ("torch", "ddp", "lora"), ("hf", "fsdp", "none"), ("lightning", "fsdp", "lora"), ("lightning", "zero-2", "none"),
+    ("torch", "zero-3", "none"),
+]  # fmt: skip
+
+
+def distributed(output, framework, strategy, adapter):
+    """A run whose groups are spread over processes: each has two answers of every group."""
+    processes = 1 if strategy == "single" else 2
+    parallel = {"type": "deepspeed", "stage": int(strategy[-1])} if "zero" in strategy else {"type": strategy}
+    training = {"steps": STEPS, "micro_batch_size": 2, "gradient_accumulation_steps": 6 // processes}
+    return spec_of(
+        output, f"{framework}-{strategy}-{adapter}", {"beta": 0.1, "num_iterations": 2, "filter_groups": True},
+        training=training, adapter={"type": adapter}, topology={"nproc_per_node": processes}, parallel=parallel,
+        runtime={"framework": framework}, data={"validation_fraction": 0.3}, evaluation={"every": 2, "samples": 0},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(output):
+    """Runs of two processes: from the start, and again from the first checkpoint."""
+    specs = {cell: distributed(output, *cell) for cell in CELLS}
+    files = [file_of(output, spec) for spec in specs.values()]
+    launch("2", *files, *(f"{file}@2" for file in files))
+    return specs
+
+
+@pytest.fixture(scope="module")
+def alone(output):
+    specs = {adapter: distributed(output, "torch", "single", adapter) for adapter in ("none", "lora")}
+    for spec in specs.values():
+        train_spec(spec)
+    return specs
+
+
+@pytest.mark.parametrize("cell", CELLS, ids="-".join)
+def test_two_processes_are_one(trained, alone, cell):
+    one, two = alone[cell[-1]], trained[cell]
+    for found, expected in zip(losses(two, 0), losses(one), strict=True):
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert read_points(RunFolder.of(two).metrics)[-1].metrics["kl"] > 0
+    measured, expected = (read_evaluations(RunFolder.of(spec).metrics) for spec in (two, one))
+    assert measured[0].metrics == pytest.approx(dict(expected[0].metrics), rel=1e-5)
+    # The first rank tells of the first prompt.
+    first = answers(one)[1]
+    assert answers(two)[1] == [first[0], first[1]]
+
+
+@pytest.mark.parametrize("cell", CELLS, ids="-".join)
+def test_two_processes_continue_with_the_same_bits(trained, cell):
+    assert losses(trained[cell], 1) == losses(trained[cell], 0)[2:]
 
 
 def test_groups_without_signal_are_left_out(output):

@@ -16,6 +16,7 @@ from strata_platform.spec.distillation_rules import distillation_rules
 from strata_platform.spec.evaluation_rules import evaluation_rules
 from strata_platform.spec.expert_rules import expert_rules
 from strata_platform.spec.float8_rules import float8_rules
+from strata_platform.spec.generation_rules import generation_rules
 from strata_platform.spec.grpo_rules import grpo_rules
 from strata_platform.spec.model import PRESETS
 from strata_platform.spec.optimizer_rules import optimizer_rules
@@ -49,7 +50,8 @@ def contradictions(spec: RunSpec) -> Iterator[Contradiction]:
     yield from optimizer_rules(spec)
     yield from _objective(spec.objective, spec.data)
     yield from preference_rules(spec)
-    yield from distillation_rules(spec.objective, spec.data, spec.parallel)
+    yield from distillation_rules(spec.objective)
+    yield from generation_rules(spec)
     yield from grpo_rules(spec)
     yield from _store(spec.kernels, spec.training)
     yield from _model(spec.model, spec.adapter)

@@ -10,15 +10,14 @@ from strata_platform.spec.objectives import Distill, Generation
 from strata_platform.spec.problems import Contradiction
 
 if TYPE_CHECKING:
-    from strata_platform.spec.data import Data
-    from strata_platform.spec.run_spec import Objective, Parallel
+    from strata_platform.spec.run_spec import Objective
 
 
-def distillation_rules(objective: Objective, data: Data, parallel: Parallel) -> Iterator[Contradiction]:
+def distillation_rules(objective: Objective) -> Iterator[Contradiction]:
     """Every rule, broken or not."""
     if isinstance(objective, Distill):
         yield from _teacher(objective)
-        yield from _on_policy(objective, data, parallel)
+        yield from _on_policy(objective)
 
 
 def _teacher(objective: Distill) -> Iterator[Contradiction]:
@@ -46,7 +45,7 @@ def _teacher(objective: Distill) -> Iterator[Contradiction]:
     )
 
 
-def _on_policy(objective: Distill, data: Data, parallel: Parallel) -> Iterator[Contradiction]:
+def _on_policy(objective: Distill) -> Iterator[Contradiction]:
     used, field = objective.on_policy > 0, "objective.on_policy"
     yield Contradiction(
         used and objective.teacher is None,
@@ -65,22 +64,4 @@ def _on_policy(objective: Distill, data: Data, parallel: Parallel) -> Iterator[C
         ("objective.generation", field),
         "set, but objective.on_policy is 0, so that the student writes no answers; set objective.on_policy, or leave "
         "objective.generation out",
-    )
-    yield Contradiction(
-        used and data.packing,
-        ("data.packing", field),
-        "true, but rows are not packed where the student writes answers, because their lengths are not known; leave "
-        "data.packing out",
-    )
-    yield Contradiction(
-        used and parallel.type in ("fsdp", "deepspeed"),
-        ("parallel.type", field),
-        f"'{parallel.type}' shards the weights, and objective.on_policy generates with whole ones; set parallel.type "
-        "to 'ddp', with an adapter if the memory of a GPU is too small for the training of all weights",
-    )
-    yield Contradiction(
-        used and data.streaming,
-        ("data.streaming", field),
-        "begins before all rows are prepared, but rows get numbers where the student writes answers; set "
-        "data.streaming to false",
     )

@@ -1,4 +1,4 @@
-"""Rules of `grpo`: prompts, groups, rewards, and what generates answers."""
+"""Rules of `grpo`: prompts, groups and rewards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from strata_platform.spec.problems import Contradiction
 
 if TYPE_CHECKING:
     from strata_platform.spec.data import Data, Reading
-    from strata_platform.spec.run_spec import Adapter, Checkpoint, Parallel, RunSpec
+    from strata_platform.spec.run_spec import Adapter, Checkpoint, RunSpec
 
 _PROMPT_FORMATS = ("prompt", "prompt_chat")
 # Tokens of the shortest row that data has.
@@ -44,7 +44,7 @@ def grpo_rules(spec: RunSpec) -> Iterator[Contradiction]:
         f"two are called {twice!r} in metrics; give one of them another name",
     )
     yield from _loss(objective)
-    yield from _processes(spec.parallel, spec.adapter, objective)
+    yield from _reference(spec.adapter, objective)
     yield from _iterations(spec.checkpoint, objective)
 
 
@@ -83,11 +83,6 @@ def _source(source: Reading, path: str) -> Iterator[Contradiction]:
 def _data(data: Data, objective: Grpo) -> Iterator[Contradiction]:
     new = objective.generation.max_new_tokens
     yield Contradiction(
-        data.packing,
-        ("data.packing", "objective.type"),
-        "true, but prompts are not packed, because their answers come later; leave data.packing out",
-    )
-    yield Contradiction(
         data.train_on is not None,
         ("data.train_on", "objective.type"),
         "set, but objective.type 'grpo' learns from generated answers and nothing else; leave data.train_on out",
@@ -97,12 +92,6 @@ def _data(data: Data, objective: Grpo) -> Iterator[Contradiction]:
         ("data.sequence_length", "objective.generation.max_new_tokens"),
         f"{data.sequence_length} tokens have no room for an answer of {new} and a prompt of at least {_SHORTEST}; "
         "raise data.sequence_length, or lower objective.generation.max_new_tokens",
-    )
-    yield Contradiction(
-        data.streaming,
-        ("data.streaming", "objective.type"),
-        "begins before all rows are prepared, but objective.type 'grpo' checks the columns of prompts first; set "
-        "data.streaming to false",
     )
 
 
@@ -160,14 +149,7 @@ def _loss(objective: Grpo) -> Iterator[Contradiction]:
     )
 
 
-def _processes(parallel: Parallel, adapter: Adapter, objective: Grpo) -> Iterator[Contradiction]:
-    kind = parallel.type
-    yield Contradiction(
-        kind in ("fsdp", "deepspeed"),
-        ("parallel.type", "objective.type"),
-        f"'{kind}' shards the weights, and objective.type 'grpo' generates with whole ones; set parallel.type to "
-        "'ddp', with an adapter if the memory of a GPU is too small for the training of all weights",
-    )
+def _reference(adapter: Adapter, objective: Grpo) -> Iterator[Contradiction]:
     yield from (
         Contradiction(
             objective.beta > 0 and isinstance(adapter, Lora) and bool(getattr(adapter, field)),

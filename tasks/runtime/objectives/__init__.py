@@ -19,6 +19,7 @@ from tasks.runtime.objectives.orpo import Orpo
 from tasks.runtime.objectives.reward import Reward
 from tasks.runtime.objectives.simpo import Simpo
 from tasks.runtime.objectives.teacher_model import require_same_tokens
+from tasks.runtime.parallel.whole_model import WholeModel
 
 __all__ = [
     "Custom",
@@ -57,12 +58,14 @@ def build_objective(spec: RunSpec, *, fused: bool) -> Objective:
     return NextToken(fused=fused, routed=has_router_loss(spec.model))
 
 
-def build_validation_objective(spec: RunSpec, *, fused: bool, data: PreparedData | None = None) -> Objective:
+def build_validation_objective(
+    spec: RunSpec, *, fused: bool, data: PreparedData | None = None, whole: WholeModel | None = None
+) -> Objective:
     """The objective that measures the trained model. A distilled model is measured without its teacher, one that learns
-    from rewards by those of its answers to the prompts of `data`.
+    from rewards by those of its answers to the prompts of `data`; `whole` writes them where weights are sharded.
     """
     if spec.objective.type == "grpo":
-        return GrpoValidation(spec, data)
+        return GrpoValidation(spec, data, whole)
     if spec.objective.type == "distill":
         return NextToken(fused=fused, routed=has_router_loss(spec.model))
     return build_objective(spec, fused=fused)

@@ -61,26 +61,26 @@ class Grpo:
     def prepare(self, context: ObjectiveContext) -> PreparedData:
         """Start the processes of rewards, and load the reference model where the run has one. Returns the data."""
         self._context, settings = context, self._settings
-        with context.strategy.evaluation(context.model) as model:
-            assert isinstance(model, PreTrainedModel)
-            tokenizer, data = context.data.tokenizer(), context.data
-            generator = EmbeddedGenerator(
-                model,
-                tokenizer,
-                pad_token_id=data.manifest.pad_token_id,
-                seed=self._spec.seed,
-                batch_size=settings.generation.batch_size,
-            )
-            if settings.beta and self._spec.adapter.type == "none":
-                self._load_reference(context, varlen=has_varlen_attention(model))
-            self._rollout = Rollout(
-                settings,
-                generator,
-                sampling_of(settings.generation, data, model),
-                Rewards(settings.rewards, context.processes.device),
-                tokenizer,
-            )
-        return context.data
+        whole, data = context.whole, context.data
+        assert whole is not None
+        tokenizer = data.tokenizer()
+        generator = EmbeddedGenerator(
+            whole.model,
+            tokenizer,
+            pad_token_id=data.manifest.pad_token_id,
+            seed=self._spec.seed,
+            batch_size=settings.generation.batch_size,
+        )
+        if settings.beta and self._spec.adapter.type == "none":
+            self._load_reference(context, varlen=has_varlen_attention(whole.model))
+        self._rollout = Rollout(
+            settings,
+            generator,
+            sampling_of(settings.generation, data, whole.model),
+            Rewards(settings.rewards, context.processes.device),
+            tokenizer,
+        )
+        return data
 
     def metadata(self) -> dict[str, Any]:
         """Empty: answers are a function of the weights, the seed and the step."""
@@ -100,10 +100,11 @@ class Grpo:
         """Answer the prompts of `batches`. Steps that read the same prompts learn from the same answers. A
         collective.
         """
-        assert self._rollout is not None and self._context is not None
+        assert self._rollout is not None and self._context is not None and self._context.whole is not None
         prompts = [prompt for batch in batches for prompt in prompts_of(batch)]
         asked = [prompt.answer or 0 for prompt in prompts if prompt is not None]
         if asked != self._asked:
+            self._context.whole.update()
             self._step = self._rollout.run([prompt for prompt in prompts if prompt is not None], processes)
             self._asked = asked
             size = self._spec.training.micro_batch_size

@@ -21,6 +21,7 @@ from tasks.runtime.data.prompts import prompts_of
 from tasks.runtime.generation import EmbeddedGenerator, Request
 from tasks.runtime.objectives.objective import MicroBatchLoss, ObjectiveContext, target_tokens
 from tasks.runtime.objectives.rollout import answers_of, sampling_of, total_of
+from tasks.runtime.parallel.whole_model import WholeModel
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.rewards.scoring import Rewards
 
@@ -28,14 +29,15 @@ from tasks.runtime.rewards.scoring import Rewards
 class GrpoValidation:
     """The negated reward of greedy answers, averaged over prompts.
 
-    data: None for a plan, which generates nothing.
+    data: None for a plan, which generates nothing. whole: what answers instead of the model, if its weights are
+    sharded.
     """
 
     unit = "reward, negated"
 
-    def __init__(self, spec: RunSpec, data: PreparedData | None) -> None:
+    def __init__(self, spec: RunSpec, data: PreparedData | None, whole: WholeModel | None = None) -> None:
         assert isinstance(spec.objective, Settings)
-        self._spec, self._settings, self._data = spec, spec.objective, data
+        self._spec, self._settings, self._data, self._whole = spec, spec.objective, data, whole
         self._rewards: Rewards | None = None
 
     def prepare(self, context: ObjectiveContext) -> PreparedData:
@@ -65,7 +67,9 @@ class GrpoValidation:
     def before_step(
         self, model: nn.Module, batches: Iterable[Batch], processes: Processes, max_targets: int | None = None
     ) -> None:
-        """Do nothing."""
+        """Bring the weights that answer up to date."""
+        if self._whole is not None:
+            self._whole.update()
 
     def micro_batch_loss(
         self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None
@@ -74,6 +78,7 @@ class GrpoValidation:
         device = items.device
         if batch["input_ids"].is_meta:
             return MicroBatchLoss(torch.zeros((), device=device), {})
+        model = model if self._whole is None else self._whole.model
         assert self._data is not None and isinstance(model, PreTrainedModel)
         if self._rewards is None:
             self._rewards = Rewards(self._settings.rewards, device)

@@ -14,6 +14,7 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import IGNORE_INDEX, MODEL_INPUT, ROPE_COLUMNS, Batch, Row, collate
 from tasks.runtime.parallel import Strategy
+from tasks.runtime.parallel.whole_model import WholeModel
 from tasks.runtime.process.ranks import Processes
 
 # Inputs of varlen attention in a batch.
@@ -47,6 +48,8 @@ class ObjectiveContext:
     """That checkpoint's metadata."""
     collate: Callable[[list[Row]], Batch] = collate
     """Makes a batch of rows, with the inputs that the model takes."""
+    whole: WholeModel | None = None
+    """The model that answers prompts; None for objectives that generate nothing."""
 
 
 class Objective(Protocol):

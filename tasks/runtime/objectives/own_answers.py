@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from strata_platform.spec.objectives import Distill as Settings
 from tasks.runtime.data.dataset import IGNORE_INDEX, Batch, Row
@@ -54,23 +53,24 @@ class OwnAnswers:
                 "objective.on_policy: the data have images, and the student answers texts alone; set "
                 "objective.on_policy to 0"
             )
-        with context.strategy.evaluation(context.model) as model:
-            assert isinstance(model, PreTrainedModel)
-            self._generator = EmbeddedGenerator(
-                model,
-                data.tokenizer(),
-                pad_token_id=data.manifest.pad_token_id,
-                seed=spec.seed,
-                batch_size=settings.generation.batch_size,
-            )
-            self._sampling: Sampling = sampling_of(settings.generation, data, model)
+        assert context.whole is not None
+        self._whole = context.whole
+        self._generator = EmbeddedGenerator(
+            self._whole.model,
+            data.tokenizer(),
+            pad_token_id=data.manifest.pad_token_id,
+            seed=spec.seed,
+            batch_size=settings.generation.batch_size,
+        )
+        self._sampling: Sampling = sampling_of(settings.generation, data, self._whole.model)
         self._ended = time.monotonic()
         self.share_of_time = 0.0
         """Of the last step."""
 
     def step_batches(self, batches: list[Batch]) -> list[Batch]:
-        """The micro-batches of a step, with answers of the student."""
+        """The micro-batches of a step, with answers of the student. A collective."""
         began = time.monotonic()
+        self._whole.update()
         documents = [list(_documents(batch)) for batch in batches]
         chosen = {
             document.number: Request(tuple(document.input_ids[: document.begin].tolist()), document.number)

@@ -18,6 +18,7 @@ from tasks.runtime.parallel.ddp import Ddp
 from tasks.runtime.parallel.deepspeed import Deepspeed
 from tasks.runtime.parallel.fsdp import Fsdp
 from tasks.runtime.parallel.single import Single
+from tasks.runtime.parallel.whole_model import WholeModel
 from tasks.runtime.process.ranks import Processes
 
 # optimizer: (module, extra)
@@ -44,6 +45,11 @@ class Strategy(Protocol):
 
         Returns:
             The module that a training forward pass calls.
+        """
+
+    def whole_model(self, model: PreTrainedModel) -> WholeModel:
+        """A model with whole weights on each rank, for passes that are no collective. Called before `wrap`, with the
+        model that `wrap` gets.
         """
 
     def attach_optimizer(

@@ -6,8 +6,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from tasks.runtime.optim.gradients import clip_gradients, skip_step
+from tasks.runtime.parallel.whole_model import WholeModel
 
 
 class BaseStrategy:
@@ -18,6 +20,10 @@ class BaseStrategy:
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Return both unchanged."""
         return wrapped, optimizer
+
+    def whole_model(self, model: PreTrainedModel) -> WholeModel:
+        """The model itself: each rank has all of its weights."""
+        return WholeModel(model)
 
     def evaluation(self, wrapped: nn.Module) -> AbstractContextManager[nn.Module]:
         """Yield the wrapped model: nothing of it changes in a forward pass without gradients."""

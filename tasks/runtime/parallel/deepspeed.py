@@ -24,6 +24,7 @@ from strata_platform.spec.parallel import Deepspeed as Settings
 from tasks.runtime.checkpoint.flat_shard import FlatShard, register_flat_shard, shard_of
 from tasks.runtime.checkpoint.state import MASTER
 from tasks.runtime.models.build import is_on_meta, materialize, move_to_device
+from tasks.runtime.parallel.whole_model import WholeCopy, WholeModel
 from tasks.runtime.process.ranks import Processes
 
 # DeepSpeed's default bucket size in elements; a small model needs less.
@@ -69,6 +70,12 @@ class Deepspeed:
         """Average the gradients: stages 2 and 3 after every backward pass, stage 1 after the last."""
         self._engine.set_gradient_accumulation_boundary(last)
         yield
+
+    def whole_model(self, model: PreTrainedModel) -> WholeModel:
+        """The model itself, or under stage 3, which shards weights, a copy."""
+        if self._settings.stage < 3:
+            return WholeModel(model)
+        return WholeCopy(model, self._processes.device, None, _gather)
 
     def evaluation(self, wrapped: nn.Module) -> AbstractContextManager[nn.Module]:
         """Yield the engine, which gathers the weights of stage 3."""
@@ -132,6 +139,14 @@ class _EngineModule(nn.Module):
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         return self.engine(*inputs, **options)
+
+
+def _gather(parameter: nn.Parameter) -> Tensor:
+    """All of a parameter that stage 3 has sharded. A collective."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()
 
 
 def _import_deepspeed(device: torch.device) -> ModuleType:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from tasks.runtime.parallel.base import BaseStrategy
 from tasks.runtime.parallel.context import apply_context_parallel
 from tasks.runtime.parallel.expert import apply_expert_parallel, shard_dimension
 from tasks.runtime.parallel.tensor import apply_tensor_parallel
+from tasks.runtime.parallel.whole_model import WholeCopy, WholeModel
 from tasks.runtime.process.ranks import Processes
 
 _REDUCE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -93,15 +95,28 @@ class Fsdp(BaseStrategy):
         """
         return nullcontext()
 
+    def whole_model(self, model: PreTrainedModel) -> WholeModel:
+        """A copy in the dtype of forward passes."""
+        dtype = self._dtypes.param_dtype
+        return WholeCopy(model, self._processes.device, dtype, self._gather, reshard=partial(_reshard, model))
+
     @contextmanager
     def evaluation(self, wrapped: nn.Module) -> Iterator[nn.Module]:
         """Free the weights afterwards that stay gathered until a backward pass, which does not follow."""
         try:
             yield wrapped
         finally:
-            for module in wrapped.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+            _reshard(wrapped)
+
+    def _gather(self, parameter: nn.Parameter) -> Tensor:
+        """All of a sharded parameter, on the device, in the dtype of forward passes. A collective."""
+        assert isinstance(parameter, DTensor)
+        local = parameter.to_local().to(self._processes.device, self._dtypes.param_dtype)
+        mesh, placements = parameter.device_mesh, parameter.placements
+        whole = DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+        return whole.full_tensor()
 
     def _build_experts_mesh(self) -> DeviceMesh | None:
         """The ranks as experts are spread over them: those of a replica, adjacent ones with different experts."""
@@ -159,6 +174,13 @@ class Fsdp(BaseStrategy):
                     tensor.to_local().copy_(sent[tuple(slice(begin, begin + size) for begin, size in begins)])
             else:
                 tensor.copy_(sent)
+
+
+def _reshard(model: nn.Module) -> None:
+    """Free the weights that are gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def require_one_dtype(model: PreTrainedModel) -> None:

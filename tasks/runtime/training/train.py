@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from strata_platform.runs import Stage
 from strata_platform.spec import RunSpec
 from strata_platform.spec.model import Lora
-from strata_platform.spec.objectives import Grpo
+from strata_platform.spec.objectives import Grpo, generates
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.state import dtypes_of, load_model, load_optimizer, load_random_states, set_dtypes
 from tasks.runtime.checkpoint.storage import Index
@@ -201,11 +201,12 @@ def build_job(
     quantize_frozen_weights(model, run.spec, run.processes.device)
     compile_layers(model, run.spec.training)
     strategy = build_strategy(run.spec, run.processes)
+    whole = strategy.whole_model(model) if generates(run.spec.objective) else None
     wrapped = strategy.wrap(model, weights_loaded_later=resume_from is not None and run.spec.adapter.type == "none")
     wrapped, optimizer = strategy.attach_optimizer(wrapped, build_optimizer(model, run.spec))
     continues = resume_from is not None
     start = ObjectiveContext(
-        run.spec, run.processes, data, strategy, wrapped, base, continues=continues, metadata=metadata, collate=collate
+        run.spec, run.processes, data, strategy, wrapped, base, continues, metadata, collate, whole
     )
     data = objective.prepare(start)
     writer = CheckpointWriter(
@@ -242,7 +243,7 @@ def build_job(
             unwrapped=model,
             wrapped=wrapped,
             strategy=strategy,
-            objective=build_validation_objective(run.spec, fused=has_fused_loss(step.patched), data=data),
+            objective=build_validation_objective(run.spec, fused=has_fused_loss(step.patched), data=data, whole=whole),
             data=data,
             collate=collate,
             varlen=step.varlen,

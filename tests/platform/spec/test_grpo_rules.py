@@ -7,6 +7,9 @@ from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.local_files import require_local_files
 
 REWARD = {"function": "numeric"}
+TWO = {"topology": {"nproc_per_node": 2}}
+SHARDED = {"parallel": {"type": "fsdp"}, **TWO}
+QUANTIZED = {"adapter": {"type": "lora", "quantization": "nf4"}}
 LORA = {"model": {"name": "organization/model"}, "adapter": {"type": "lora"}}
 
 
@@ -42,9 +45,8 @@ CONTRADICTIONS = [
     ({}, {"data": {"format": "chat"}}, "data.format", "does not fit objective.type 'grpo'"),
     ({}, {"data": {"train_on": "all"}}, "data.train_on", "generated answers"),
     ({}, {"data": {"template": "alpaca"}}, "data.template", "generates answers"),
-    (
-        {}, {"parallel": {"type": "fsdp"}, "topology": {"nproc_per_node": 2}}, "parallel.type", "with whole ones",
-    ),
+    ({}, LORA | SHARDED | QUANTIZED, "parallel.type", "a copy for generation would lack"),
+    ({}, LORA | {"parallel": {"type": "fsdp", "expert_parallel": 2}, **TWO}, "parallel.expert_parallel", "all experts"),
     ({"beta": 0.1}, LORA | {"adapter": {"type": "lora", "init_from": "old"}}, "objective.beta", "another model"),
     ({"beta": 0.1}, LORA | {"adapter": {"type": "lora", "modules_to_save": ["lm_head"]}}, "objective.beta", "another"),
     ({"num_iterations": 4}, {}, "checkpoint.every", "not a multiple of objective.num_iterations 4"),

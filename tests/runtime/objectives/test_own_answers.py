@@ -18,6 +18,7 @@ from tasks.runtime.models.trained_weights import build_trained_model, collect_we
 from tasks.runtime.objectives import ObjectiveContext, build_objective
 from tasks.runtime.objectives.own_answers import OWN, OwnAnswers
 from tasks.runtime.parallel.single import Single
+from tasks.runtime.parallel.whole_model import WholeModel
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tests.runtime.helpers.train_only import train_spec
@@ -152,7 +153,8 @@ def batches_of(output, share, micro_batch, processes=None):
     model = LlamaForCausalLM.from_pretrained(output / "student")
     objective = build_objective(spec, fused=False)
     context = ObjectiveContext(
-        spec, processes, data, Single(processes), model, "-", continues=False, collate=collate
+        spec, processes, data, Single(processes), model, "-", continues=False, collate=collate,
+        whole=WholeModel(model),
     )  # fmt: skip
     objective.prepare(context)
     asked = list(training_loader(spec, data, processes, collate=collate, start=0, stop=1))
