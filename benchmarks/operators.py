@@ -285,6 +285,7 @@ OPERATORS = (
     _of_answers(
         "linear_preference", 8, strata_kernels.linear_preference, reference.preference_of, reference.preference_inputs
     ),
+    _of_answers("linear_kto", 8, strata_kernels.linear_kto, reference.kto_of, reference.kto_inputs),
     _of_answers("linear_grpo", 16, strata_kernels.linear_grpo, reference.grpo_of, reference.answers_inputs),
     Operator(
         name="linear_jsd",

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from .case import Operator
 from .measure import Function
-from .reference import LAYER_EPS, LORA_SCALE, RMS_EPS, grpo_of, preference_of
+from .reference import LAYER_EPS, LORA_SCALE, RMS_EPS, grpo_of, kto_of, preference_of
 from .single_operators import GROUPS
 
 # As tables name them, in their order; `torch` and `compile` are the operator's own PyTorch function.
@@ -117,6 +117,14 @@ def _liger_grpo(grpo: Any, x: Tensor, weight: Tensor, target: Tensor, advantages
     clip, level = (0.2, 0.2), ("grpo", None, "token", 1.0, 1.05, 1.0)
     return grpo.LigerFusedLinearGRPOFunction.apply(
         x, weight, target, counted, advantages, *none, 0.0, *clip, *level, True, False
+    )[0]
+
+
+def _liger_kto(kto: Any, x: Tensor, weight: Tensor, target: Tensor, _: Tensor, desirable: Tensor, kl: Tensor) -> Any:
+    """Without reference: that of the inputs is zero."""
+    none = (None,) * 4
+    return kto.LigerFusedLinearKTOFunction.apply(
+        x, weight, target, desirable, *none, kl, -100, 0.1, True, False, False
     )[0]
 
 
@@ -229,6 +237,10 @@ PEERS: Mapping[str, Mapping[str, Peer]] = {
             waits=True,
         ),
         "trl": Peer(_TRL, lambda trl, *inputs: preference_of(partial(_trl_logprobs, trl), *inputs), waits=True),
+    },
+    "linear_kto": {
+        "liger": Peer("liger_kernel.chunked_loss.kto_loss", _liger_kto, waits=True),
+        "trl": Peer(_TRL, lambda trl, *inputs: kto_of(partial(_trl_logprobs, trl), *inputs), waits=True),
     },
     "linear_grpo": {
         "liger": Peer("liger_kernel.chunked_loss.grpo_loss", _liger_grpo, waits=True),

@@ -274,6 +274,15 @@ def preference_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) ->
     return *inputs, torch.zeros_like(numbers)
 
 
+def kto_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """As `preference_inputs`, then which answers are desirable, and a divergence near which no loss is flat."""
+    x, weight, target, reference = preference_inputs(shape, dtype, device)
+    desirable = torch.arange(shape["answers"], device=device) % 2 == 0
+    with torch.no_grad():
+        some = linear_logprobs(x.flatten(0, 1)[:64], weight, target.flatten()[:64])
+    return x, weight, target, reference, desirable, some.mean() * target.shape[1]
+
+
 LogProbs = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -288,12 +297,20 @@ def preference_of(log_probs: LogProbs, x: Tensor, weight: Tensor, target: Tensor
     return -functional.logsigmoid(0.1 * (chosen - rejected)).mean()
 
 
+def kto_of(
+    log_probs: LogProbs, x: Tensor, weight: Tensor, target: Tensor, reference: Tensor, desirable: Tensor, kl: Tensor
+) -> Tensor:
+    """The loss of KTO."""
+    above = _answers(log_probs, x, weight, target).sum(1) - reference - kl
+    return 1 - torch.sigmoid(0.1 * torch.where(desirable, above, -above)).mean()
+
+
 def grpo_of(log_probs: LogProbs, x: Tensor, weight: Tensor, target: Tensor, advantages: Tensor) -> Tensor:
     """Ratios are one: the policy is the one that the answers are from."""
     values = _answers(log_probs, x, weight, target)
     return -((values - values.detach()).exp().mean(1) * advantages).mean()
 
 
-def answers_products(x: Tensor, weight: Tensor, target: Tensor, _: Tensor) -> None:
+def answers_products(x: Tensor, weight: Tensor, target: Tensor, *_: Tensor) -> None:
     """The four products of linear_logprobs."""
     linear_logprobs_products(x.flatten(0, 1), weight, target)
