@@ -16,7 +16,7 @@ from flytekit.types.file import FlyteFile
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.local_files import require_local_files
-from strata_platform.spec.stages import Stages, models_used, with_models
+from strata_platform.spec.stages import Stages, before_its_stages, models_used, with_models
 from tasks.paths import file, is_local
 from tasks.resources import CONTROL_TASK
 from tasks.runtime.preflight import run_checks
@@ -41,7 +41,8 @@ class Aligned(NamedTuple):
 def check_stages(stages: Stages) -> Stages:
     """Reject stages that cannot work before the first one costs anything.
 
-    The models of earlier stages do not exist yet: a stage is checked with the model that they begin with.
+    The models of earlier stages do not exist yet: a stage is checked with the model that they begin with, and without
+    their reward models.
 
     Raises:
         ValueError: as `tasks.prepare.plan`, of any stage; or, on a cluster, the stages share no volume.
@@ -57,7 +58,7 @@ def check_stages(stages: Stages) -> Stages:
                 "model of another pod; set output to a folder on a volume that all pods of the stages mount"
             )
         try:
-            checked = with_models(spec, bases)
+            checked = before_its_stages(spec, bases)
             require_local_files(checked)
             run_checks("plan", "spec", spec=checked)
         except ValueError as error:

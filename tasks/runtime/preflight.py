@@ -68,6 +68,13 @@ CHECKS = (
         "the files and folders that the spec names exist, and output is no file",
     ),
     Check(
+        "models of stages",
+        ("plan",),
+        "data:require_no_stages",
+        ("spec",),
+        "no model is run:NAME, which workflows/align.py alone resolves",
+    ),
+    Check(
         "code of the model",
         ("plan", "launch", "pod"),
         "models.custom_code:register_custom_code",

@@ -1,4 +1,6 @@
-"""Stages by the command of the page: a model, one that prefers its better answers, and their outputs."""
+"""Stages by the command of the page: a model, one that prefers its better answers, a reward model, one that learns from
+its scores, and their outputs.
+"""
 
 import csv
 import json
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.stages import Stages
@@ -44,10 +46,18 @@ def folder(tmp_path_factory):
             "objective": {"type": "dpo"},
         },
     }
+    stages["reward"] = {**stages["dpo"], "name": "reward", "objective": {"type": "reward"}}
+    stages["grpo"] = {
+        **stages["dpo"], "name": "grpo", "training": {"steps": 2, "micro_batch_size": 4},
+        "objective": {
+            "type": "grpo", "rewards": [{"model": "run:reward"}], "group_size": 2, "overlong": "rewarded",
+            "generation": {"max_new_tokens": 8},
+        },
+    }  # fmt: skip
     (folder / "common.yaml").write_text(yaml.safe_dump(common))
     for name, stage in stages.items():
         (folder / f"{name}.yaml").write_text(yaml.safe_dump({"include": "common.yaml", **stage}))
-    (folder / "align.yaml").write_text("stages: [sft.yaml, dpo.yaml]\n")
+    (folder / "align.yaml").write_text("stages: [sft.yaml, dpo.yaml, reward.yaml, grpo.yaml]\n")
     return folder
 
 
@@ -83,13 +93,30 @@ def test_each_stage_is_a_whole_run_and_starts_from_the_one_before(folder, ended)
 
 
 def test_a_table_has_all_stages_and_the_last_one_is_what_comes_out(folder, ended):
-    rows = list(csv.DictReader((folder / "out" / "dpo" / "stages.csv").read_text().splitlines()))
-    assert [(row["stage"], row["objective"]) for row in rows] == [("sft", "sft"), ("dpo", "dpo")]
+    rows = list(csv.DictReader((folder / "out" / "grpo" / "stages.csv").read_text().splitlines()))
+    assert [(row["stage"], row["objective"]) for row in rows] == [
+        (name, name) for name in ("sft", "dpo", "reward", "grpo")
+    ]
     assert float(rows[1]["validation loss"]) == pytest.approx(
         json.loads((folder / "out/dpo/record.json").read_text())["eval_loss_after"]
     )
     said = " ".join(ended.stdout.split()[-8:])
-    assert f"model={folder}/out/dpo/model" in said and f"table={folder}/out/dpo/stages.csv" in said
+    assert f"model={folder}/out/grpo/model" in said and f"table={folder}/out/grpo/stages.csv" in said
+
+
+def test_answers_are_rewarded_by_the_model_of_the_stage_before(folder, ended):
+    out = folder / "out"
+    scores, tokenizer = (
+        kind.from_pretrained(out / "reward" / "model") for kind in (AutoModelForSequenceClassification, AutoTokenizer)
+    )
+    told = list(map(json.loads, (out / "grpo" / "answers.jsonl").read_text().splitlines()))
+    assert told
+    for line in told:
+        ids = tokenizer(line["prompt"] + line["answer"], return_tensors="pt")["input_ids"]
+        if ids[0, -1] != tokenizer.eos_token_id:
+            ids = torch.cat([ids, torch.tensor([[tokenizer.eos_token_id]])], dim=1)
+        with torch.no_grad():
+            assert line["reward"] == pytest.approx(float(scores(ids).logits), abs=1e-5)
 
 
 def stages_of(tmp_path, **changes):

@@ -16,6 +16,7 @@ from strata_platform.spec.data import DATA_SUFFIXES, Data, Reading, is_template_
 from strata_platform.spec.describe import closest_match, format_value
 from strata_platform.spec.objectives import Distill, Grpo
 from strata_platform.spec.run_spec import RunSpec
+from strata_platform.spec.stages import stage_problems
 
 _PATH_BEGINNINGS = ("/", "./", "../", "~")
 # Paths are shown whole.
@@ -29,7 +30,8 @@ def require_local_files(spec: RunSpec) -> None:
 
 
 def local_file_problems(spec: RunSpec) -> Iterator[Problem]:
-    """A problem for each file or folder that `spec` names and this machine lacks; also for an `output` that is a file.
+    """A problem for each file or folder that `spec` names and this machine lacks; also for an `output` that is a file,
+    and for the models of stages.
 
     Names that may be those of a repository on the Hub are left to the run.
     """
@@ -55,6 +57,7 @@ def local_file_problems(spec: RunSpec) -> Iterator[Problem]:
     for field, folder in folders.items():
         if folder is not None and folder.startswith(_PATH_BEGINNINGS) and not os.path.isdir(folder):
             yield _missing(field, folder, "there is no such folder on this machine")
+    yield from stage_problems(spec)
     yield from _file_in_place_of_output(spec.output)
 
 

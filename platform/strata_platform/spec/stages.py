@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from strata_platform.errors import Problem, SpecError
 from strata_platform.spec.load import load_spec, read_values
-from strata_platform.spec.run_spec import RunSpec
+from strata_platform.spec.objectives import Grpo
+from strata_platform.spec.run_spec import Objective, RunSpec
 
 MODEL_OF = "run:"
 """Begins the name of a model that a stage before has trained: `run:sft` is that of the stage named `sft`."""
@@ -28,7 +29,9 @@ class Stages(BaseModel):
     stages: tuple[RunSpec, ...] = Field(description="Specs of the stages, in order.", min_length=1)
 
     def require_order(self) -> None:
-        """Raises SpecError if two stages have one name, or a stage uses the model of one that is not before it."""
+        """Raises SpecError if two stages have one name, or a stage uses the model of one that is not before it, or that
+        scores texts where answers are asked for, or the other way round.
+        """
         problems: list[Problem] = []
         known: dict[str, int] = {}
         for number, spec in enumerate(self.stages):
@@ -46,6 +49,12 @@ class Stages(BaseModel):
                 for path, name in models_used(spec)
                 if name not in before
             ]
+            problems += [
+                Problem(f"stages[{number}].{path}", message, MODEL_OF + name)
+                for path, name in models_used(spec)
+                if name in before
+                and (message := _misused(path, spec.objective, self.stages[before.index(name)].objective))
+            ]
         if problems:
             raise SpecError(problems, "stages")
 
@@ -56,6 +65,48 @@ def models_used(spec: RunSpec) -> Iterator[tuple[str, str]]:
         value = holder.get(key)
         if value is not None and value.startswith(MODEL_OF):
             yield path, value.removeprefix(MODEL_OF)
+
+
+def _misused(path: str, objective: Objective, stage: Objective) -> str | None:
+    """Why a field of a spec with this objective cannot name the model of a stage with that one; None if it can."""
+    scores = stage.type == "reward"
+    if path.startswith("objective.rewards") and not scores:
+        return (
+            f"is a model of objective.type '{stage.type}', which scores no answers; name a stage of "
+            "objective.type 'reward'"
+        )
+    wanted = path == "objective.teacher" or (path == "model.name" and objective.type != "reward")
+    if scores and wanted:
+        return "is a reward model, which scores texts and writes none; name a stage of another objective.type"
+    return None
+
+
+def require_no_stages(spec: RunSpec) -> None:
+    """Raises SpecError if a spec that is no stage uses the model of one."""
+    if problems := list(stage_problems(spec)):
+        raise SpecError(problems)
+
+
+def stage_problems(spec: RunSpec) -> Iterator[Problem]:
+    """A problem for each field of a spec that names the model of a stage."""
+    for path, name in models_used(spec):
+        yield Problem(
+            path,
+            "is the model of another stage, which workflows/align.py alone puts here; start the stages by it, or give "
+            "the folder that the run has exported its model to",
+            MODEL_OF + name,
+        )
+
+
+def before_its_stages(spec: RunSpec, bases: Mapping[str, str]) -> RunSpec:
+    """The spec of a stage as far as it can be checked before those that it uses: with the models that these begin with,
+    by their names, and without their reward models, which nothing can stand for.
+    """
+    found = with_models(spec, bases)
+    if not isinstance(spec.objective, Grpo):
+        return found
+    known = tuple(term for term in spec.objective.rewards if not (term.model or "").startswith(MODEL_OF))
+    return found.model_copy(update={"objective": found.objective.model_copy(update={"rewards": known})})
 
 
 def with_models(spec: RunSpec, models: Mapping[str, str]) -> RunSpec:

@@ -6,6 +6,7 @@ DataLoader(data.train, batch_size=8, collate_fn=collator(spec.model.attention))
 """
 
 from strata_platform.spec.local_files import require_local_files
+from strata_platform.spec.stages import require_no_stages
 from tasks.runtime.data.dataset import (
     PreparedData,
     ReferenceLogProbs,
@@ -33,4 +34,5 @@ __all__ = [
     "prepare",
     "recipe_of",
     "require_local_files",
+    "require_no_stages",
 ]

@@ -17,7 +17,7 @@ from transformers import AutoConfig, PreTrainedModel
 from strata_platform.file_io import require_regular_files
 from strata_platform.model_config import read_config_file
 from strata_platform.spec.model import SCORE, Model
-from strata_platform.spec.objectives import Distill
+from strata_platform.spec.objectives import Distill, Grpo
 from strata_platform.spec.run_spec import Objective
 from tasks.runtime.models.score_head import class_of, initialize, options_of
 from tasks.runtime.process.errors import Unreachable
@@ -29,7 +29,7 @@ _SHOWN = 3
 
 
 def load_pretrained(
-    source: str, *, allow_extra: bool = False, head: str = "tokens", seed: int = 0, **options: Any
+    source: str, *, allow_extra: bool = False, head: str = "tokens", seed: int | None = 0, **options: Any
 ) -> PreTrainedModel:
     """`auto_class(config).from_pretrained(source, **options)` from safetensors; every tensor has its place.
 
@@ -40,7 +40,7 @@ def load_pretrained(
         source: a folder, or a model on the Hub.
         head: `Model.head` of the spec. With "score" the class is `AutoModelForSequenceClassification`, and a head of
             tokens in the source is left out; a head that it lacks gets random values.
-        seed: of these values.
+        seed: of these values; None for a source that must have the head.
         allow_extra: tensors that the model lacks are no problem either, as those of layers that were cut off.
         options: further arguments of `from_pretrained`. With `device_map="meta"` no tensor is read, only the headers.
 
@@ -69,7 +69,7 @@ def load_pretrained(
     if head == "score":
         # Whatever lies beside the layers is the head of tokens.
         extra = [name for name in extra if name.startswith(f"{model.base_model_prefix}.")]
-        if missing == [f"{SCORE}.weight"]:
+        if seed is not None and missing == [f"{SCORE}.weight"]:
             missing = []
             initialize(model, seed)
     differences = [
@@ -131,15 +131,18 @@ def readable(source: str) -> Iterator[None]:
 def require_complete_weights(model: Model, objective: Objective) -> None:
     """Raises ValueError if the weights in a local folder are not those of its model. Reads headers only.
 
-    Checks `model.name` and `objective.teacher`. Models on the Hub are checked when they are loaded.
+    Checks `model.name`, `objective.teacher` and reward models. Models on the Hub are checked when they are loaded.
     """
-    folders = {"model.name": model.name}
-    if isinstance(objective, Distill) and objective.teacher is not None:
-        folders["objective.teacher"] = objective.teacher
-    for field, folder in folders.items():
-        if Path(folder).is_dir():
+    folders: dict[str, tuple[str | None, dict[str, Any]]] = {"model.name": (model.name, {"head": model.head})}
+    if isinstance(objective, Distill):
+        folders["objective.teacher"] = objective.teacher, {}
+    if isinstance(objective, Grpo):
+        scoring = {"head": "score", "seed": None}
+        folders |= {f"objective.rewards[{n}].model": (term.model, scoring) for n, term in enumerate(objective.rewards)}
+    for field, (folder, options) in folders.items():
+        if folder is not None and Path(folder).is_dir():
             try:
-                load_pretrained(folder, device_map="meta", head=model.head if field == "model.name" else "tokens")
+                load_pretrained(folder, device_map="meta", **options)
             except ValueError as error:
                 if field == "model.name":
                     raise

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from strata_platform.spec.objectives import RewardTerm
+from tasks.runtime.models.pretrained import load_pretrained
 from tasks.runtime.rewards.reward_function import Answers
 
 # Answers in a forward pass.
@@ -18,7 +19,8 @@ class RewardModel:
     """Scores the text of prompt and answer. The model is frozen, and on the device of training.
 
     Raises:
-        ValueError: the folder or Hub id holds no model with one score, or no tokenizer with an end token.
+        ValueError: the folder or Hub id holds no model with one score, or not all of its weights, or no tokenizer with
+            an end token.
     """
 
     def __init__(self, term: RewardTerm, number: int, device: torch.device) -> None:
@@ -26,7 +28,10 @@ class RewardModel:
         require_reward_model(term, number)
         self._tokenizer = AutoTokenizer.from_pretrained(term.model, trust_remote_code=False)
         self._device = device
-        model: Any = AutoModelForSequenceClassification.from_pretrained(term.model, dtype="auto")
+        try:
+            model: Any = load_pretrained(term.model, head="score", seed=None, dtype="auto")
+        except ValueError as error:
+            raise ValueError(f"objective.rewards[{number}].model: {error}") from error
         self._model = model.to(device).eval().requires_grad_(False)
         if self._tokenizer.eos_token_id is None:
             raise ValueError(

@@ -19,6 +19,8 @@ from typing import Any
 GIVEN = ("prompts", "completions", "completion_ids")
 """What a function is called with beside columns."""
 _DIE_WITH_PARENT = 1
+# To find the answer that a function raised an error for. Functions have a second at least.
+_SEARCH_SECONDS = 0.5
 
 
 def load(name: str) -> Callable[..., Any]:
@@ -68,6 +70,38 @@ def call(function: Callable[..., Any], values: dict[str, Any], arguments: dict[s
     return found
 
 
+def culprit(
+    function: Callable[..., Any], values: dict[str, Any], arguments: dict[str, Any], count: int, error: Exception
+) -> int | None:
+    """The first answer for which alone the function raises the same kind of error; None if a short search finds none.
+
+    The search must not hide the error: it ends before the time for the answers is over, whatever the function does.
+    """
+
+    def stop(*_: Any) -> None:
+        raise _Over
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, _SEARCH_SECONDS)
+    try:
+        for index in range(count):
+            try:
+                call(function, {name: [each[index]] for name, each in values.items()}, arguments, 1)
+            except Exception as alone:
+                if type(alone) is type(error):
+                    return index
+    except _Over:
+        return None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    return None
+
+
+class _Over(BaseException):
+    """The search has taken too long. No `Exception`, which a function may catch."""
+
+
 def said(error: BaseException) -> str:
     """An error in one line, with the line of code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -100,12 +134,8 @@ def main() -> None:
         try:
             return {"rewards": call(function, values, arguments, count)}
         except Exception as error:
-            for index in range(count if count > 1 else 0):
-                try:
-                    call(function, {name: [each[index]] for name, each in values.items()}, arguments, 1)
-                except Exception as alone:
-                    return {"outcome": "error", "row": index, "error": said(alone)}
-            return {"outcome": "error", "row": 0 if count == 1 else None, "error": said(error)}
+            row = 0 if count == 1 else culprit(function, values, arguments, count, error)
+            return {"outcome": "error", "row": row, "error": said(error)}
 
     while True:
         try:

@@ -4,7 +4,15 @@ import pytest
 
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
-from strata_platform.spec.stages import Stages, load_stages, models_used, with_models
+from strata_platform.spec.local_files import require_local_files
+from strata_platform.spec.stages import (
+    Stages,
+    before_its_stages,
+    load_stages,
+    models_used,
+    require_no_stages,
+    with_models,
+)
 
 
 @pytest.fixture
@@ -62,6 +70,43 @@ def test_models_take_the_place_of_their_stages():
 def test_mistakes_are_told_with_their_stage_and_line(write, texts, said):
     with pytest.raises(SpecError, match=said):
         load_stages(write(**{"sft": SFT, "dpo": DPO, **texts}))
+
+
+REWARDED = {"type": "grpo", "rewards": [{"model": "run:a"}, {"function": "exact_match"}]}
+PROMPTS = {"source": "a.jsonl", "sequence_length": 1024}
+
+
+@pytest.mark.parametrize(
+    ("before", "fields", "said"),
+    [
+        ("sft", {"objective": REWARDED}, r"objective\.rewards\[0\]\.model: is a model of objective\.type 'sft', which"),
+        ("reward", {"model": {"name": "run:a"}, "objective": REWARDED}, r"stages\[1\]\.model\.name: is a reward model"),
+        ("reward", {"objective": {"type": "distill", "teacher": "run:a"}}, r"objective\.teacher: is a reward model"),
+    ],
+    ids=["reward", "model", "teacher"],
+)
+def test_a_model_that_scores_and_one_that_writes_are_not_taken_for_each_other(before, fields, said):
+    first = RunSpec(name="a", data={"source": "a.jsonl"}, objective={"type": before})
+    second = RunSpec.model_validate({"name": "b", "data": PROMPTS, "training": {"micro_batch_size": 8}, **fields})
+    with pytest.raises(SpecError, match=said):
+        Stages(stages=(first, second)).require_order()
+    again = RunSpec(name="c", data={"source": "a.jsonl"}, model={"name": "run:a"}, objective={"type": before})
+    Stages(stages=(first, again)).require_order()
+
+
+def test_a_stage_is_checked_without_reward_models_that_do_not_exist_yet():
+    spec = RunSpec(model={"name": "run:b"}, objective=REWARDED, data=PROMPTS)
+    found = before_its_stages(spec, {"a": "base", "b": "base"})
+    assert found.model.name == "base" and [term.title for term in found.objective.rewards] == ["exact_match"]
+    assert not list(models_used(found))
+
+
+def test_a_run_that_is_no_stage_names_no_stages():
+    spec = RunSpec(objective=REWARDED, data=PROMPTS)
+    for refused in (require_no_stages, require_local_files):
+        with pytest.raises(SpecError, match=r"objective\.rewards\[0\]\.model: is the model of another stage.*run:a"):
+            refused(spec)
+    require_no_stages(with_models(spec, {"a": "/runs/a/model"}))
 
 
 def test_only_fields_of_models_name_stages():

@@ -37,3 +37,12 @@ def ends(completions, **columns):
 
 def needs_prompt(completions, prompt):
     return [float(len(text)) for text in prompt]
+
+
+def fails_together(completions, **columns):
+    """Alone, an answer is another error, and the next one takes for ever."""
+    if len(completions) > 1:
+        raise KeyError("all of them")
+    if completions == ["one"]:
+        raise ValueError("one is too few")
+    time.sleep(60)

@@ -40,8 +40,14 @@ def test_scores_are_those_of_each_text_alone(folder):
 
 def test_a_model_without_one_score_is_refused(folder, tmp_path):
     LlamaForCausalLM(LlamaConfig(vocab_size=32, **SIZES)).save_pretrained(tmp_path)
-    for path, said in ((tmp_path, "a reward model has one"), (tmp_path / "none", "cannot be read")):
-        with pytest.raises(ValueError, match=rf"objective.rewards\[3\].model .*{said}"):
+    LlamaForCausalLM(LlamaConfig(vocab_size=32, num_labels=1, **SIZES)).save_pretrained(tmp_path / "headless")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "headless")
+    for path, said in (
+        (tmp_path, "a reward model has one"),
+        (tmp_path / "none", "cannot be read"),
+        (tmp_path / "headless", r"1 tensors are missing \(score.weight\)"),
+    ):
+        with pytest.raises(ValueError, match=rf"objective.rewards\[3\].model.*{said}"):
             RewardModel(RewardTerm(model=str(path)), 3, torch.device("cpu"))
 
 
