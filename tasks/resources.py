@@ -15,6 +15,8 @@ from strata_platform.spec.run_spec import Resources as Asked
 # Attempts of a task after the first. Pods are evicted, preempted and lost, and object stores are unavailable at times.
 # An exception that a task raises is an error of the user and ends the run at once, unless it is a recoverable one.
 RETRIES = 5
+# Longer than any start takes; an attempt may hold its machines for that long beside `resources.time_limit`.
+START_SECONDS = 3600
 # Tasks that only check and wire. Limits are set apart from requests: without limits, Flyte takes the requests for them.
 CONTROL_TASK = {
     "requests": Resources(cpu="500m", mem="1Gi"),
@@ -37,14 +39,20 @@ def overrides(asked: Asked, *, gpus: int | None = None) -> dict[str, Any]:
     }
 
 
-def with_scheduling(task: PythonTask[Any], asked: Asked) -> PythonTask[Any]:
-    """`task` with the queue, the priority and the pod template of the spec.
+def with_scheduling(task: PythonTask[Any], asked: Asked, *, trains: bool = False) -> PythonTask[Any]:
+    """`task` with the queue, the priority and the pod template of the spec, and its time limit if the task trains.
 
     Kueue reads labels of the objects that it may hold back: the pod of a single-pod task, the job of any other. Flyte
     takes them from the task and cannot override them per node. So this is a copy of the task, which a dynamic task
     passes on; the pod loads the original by its name, which is the same.
     """
-    labels = {"kueue.x-k8s.io/queue-name": asked.queue, "kueue.x-k8s.io/priority-class": asked.priority}
+    # Training ends by itself before. This is for an attempt that never comes to train.
+    seconds = str(asked.time_limit + START_SECONDS) if trains and asked.time_limit else None
+    labels = {
+        "kueue.x-k8s.io/queue-name": asked.queue,
+        "kueue.x-k8s.io/priority-class": asked.priority,
+        "kueue.x-k8s.io/max-exec-time-seconds": seconds,
+    }
     given = {label: value for label, value in labels.items() if value is not None}
     if not given and asked.pod_template is None:
         return task

@@ -57,6 +57,7 @@ def train_on_parts(spec: RunSpec, data: FlyteDirectory, shares: list[str]) -> Ex
 def _train_and_finish(spec: RunSpec, *, read: FlyteDirectory, data: FlyteDirectory) -> Exported:
     """The part of a workflow that uses the topology and the resources of the spec. `read`: what training reads."""
     asked = spec.resources
-    trained = with_scheduling(task_for(spec.topology), asked)(spec=spec, data=read).with_overrides(**overrides(asked))
+    train = with_scheduling(task_for(spec.topology), asked, trains=True)
+    trained = train(spec=spec, data=read).with_overrides(**overrides(asked))
     last = with_scheduling(finish, asked)(spec=spec, record=trained.record, weights=trained.weights, data=data)
     return last.with_overrides(**overrides(asked, gpus=1))

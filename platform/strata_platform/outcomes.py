@@ -6,6 +6,7 @@
     68              unreachable  yes       Unreachable
     69              unhealthy    yes       Unhealthy
     75              hung         yes       none: the watchdog ends the process
+    124             time_limit   no        TimeLimitReached
     143, -15        preempted    yes       Preempted
     -N, 128 + N     killed       yes       none: signal N ended the process
     any other       failed       no        any other exception
@@ -21,7 +22,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-Kind = Literal["complete", "bad_input", "unreachable", "unhealthy", "hung", "preempted", "killed", "failed"]
+Kind = Literal[
+    "complete", "bad_input", "unreachable", "unhealthy", "hung", "time_limit", "preempted", "killed", "failed"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,14 @@ UNHEALTHY = Outcome(
     "start the run on another machine and take this one out of the cluster",
 )
 HUNG = Outcome("hung", 75, True, "training hung", "the stacks of its processes are in the run's folder, in hangs")
+# As coreutils' timeout.
+TIME_LIMIT = Outcome(
+    "time_limit",
+    124,
+    False,
+    "resources.time_limit is used up",
+    "raise it and start the run again to continue from its last checkpoint",
+)
 # As a shell counts SIGTERM.
 PREEMPTED = Outcome(
     "preempted",
@@ -74,7 +85,9 @@ PREEMPTED = Outcome(
     "the cluster wants the machine back; start the run again to continue from its last checkpoint",
 )
 
-_BY_CODE = {outcome.exit_code: outcome for outcome in (COMPLETE, BAD_INPUT, UNREACHABLE, UNHEALTHY, HUNG, PREEMPTED)}
+_BY_CODE = {
+    outcome.exit_code: outcome for outcome in (COMPLETE, BAD_INPUT, UNREACHABLE, UNHEALTHY, HUNG, TIME_LIMIT, PREEMPTED)
+}
 _SIGNAL_ADVICE: dict[int, str] = {
     signal.SIGKILL: "the machine is gone, somebody killed the process, or it ran out of memory",
     signal.SIGINT: "somebody interrupted it from the keyboard",
@@ -89,6 +102,7 @@ _SIGNAL_ADVICE: dict[int, str] = {
 # that merely lost a peer ends as "failed", and the agent sends SIGTERM to the rest.
 _CAUSES: tuple[Kind, ...] = (
     "bad_input",
+    "time_limit",
     "killed",
     "hung",
     "unhealthy",

@@ -449,7 +449,8 @@ def test_what_is_removed_first_is_what_is_installed(helm, rendered):
             local = [(i["metadata"]["namespace"], i["metadata"]["name"]) for i in of_kind(objects, "LocalQueue")]
             assert release.local_queues == local
     hooks = [item["metadata"] for item in rendered["teams"] if item["metadata"]["name"] == "strata-removal"]
-    assert len(hooks) == 6
+    # Six of the release, and a right in each namespace of a tenant.
+    assert len(hooks) == 6 + 2 * len(of_kind(rendered["teams"], "Namespace"))
     assert {item["annotations"]["helm.sh/hook"] for item in hooks} == {"pre-delete"}
     off = helm.render("--values", CHART / "ci" / "teams-values.yaml", "--set", "removal.enabled=false")
     assert not [item for item in off if item["metadata"]["name"] == "strata-removal"]

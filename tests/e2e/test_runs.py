@@ -126,6 +126,24 @@ def cut_store(cluster, run):
         subprocess.run(os.environ["STRATA_E2E_STORE_ON"], shell=True, check=True)
 
 
+@slow
+def test_a_run_out_of_time_is_saved_and_not_retried(cluster):
+    run = cluster.submit(
+        "limited", training={"steps": 10_000}, checkpoint={"every": 10_000}, resources={"time_limit": 20}
+    )
+    job = until("there is a training job", lambda: run.jobs() and run.job())
+    # Kueue would end an attempt that does not end itself.
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/max-exec-time-seconds"] == "3620"
+    (limit,) = until("it has a workload", lambda: [w["spec"]["maximumExecutionTimeSeconds"] for w in run.workloads()])
+    assert limit == 3620
+    run.until_done()
+    assert "resources.time_limit: 20 s of training are used up" in run.error()
+    assert len(run.jobs()) == 1
+    saved = cluster.window("ls", f"{run.spec.output}/{run.spec.name}/checkpoints").split()
+    # Of the notice, two seconds before the end, and of the end.
+    assert len(saved) == 2 and run.points()[-1]["step"] < 10_000
+
+
 # Until which step nothing happens; what does; whether training starts again.
 DISTURBANCES = {
     "a-pod-is-deleted": (MIDDLE, delete_worker(1), True),

@@ -1,4 +1,4 @@
-"""The stack is removed and installed again while runs train and wait. The last test: others need the stack."""
+"""The stack is upgraded, removed and installed again while runs train and wait. Last, because others need the stack."""
 
 import os
 import subprocess
@@ -13,43 +13,70 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         "STRATA_E2E_REMOVE" not in os.environ,
-        reason="STRATA_E2E_REMOVE and STRATA_E2E_INSTALL have no commands that remove and install the stack",
+        reason="STRATA_E2E_UPGRADE, STRATA_E2E_REMOVE and STRATA_E2E_INSTALL have no commands that change the stack",
     ),
 ]
 
+FLAVORS = "kueue.x-k8s.io", "v1beta2", "resourceflavors"
+PAIR = {"resources": {"cpu": "500m"}}
+ALONE = {"topology": {"nnodes": 1}, "parallel": {"type": "single"}, "resources": {"cpu": "600m", "memory": "2Gi"}}
+# So many steps that it still trains when the stack is upgraded and when it is removed.
+LONG = {"training": {"steps": 1200}, "checkpoint": {"every": 50}}
+
 
 def shell(name):
+    begin = time.monotonic()
     subprocess.run(os.environ[name], shell=True, check=True, timeout=600)
+    print(f"{name} took {time.monotonic() - begin:.0f} s")
 
 
-def kinds(cluster):
-    """Kueue's kinds that the API server has."""
+def kinds():
+    """Kueue's kinds that the API server has, each with what it is known by."""
     from kubernetes import client
 
     found = client.ApiextensionsV1Api().list_custom_resource_definition().items
-    return {kind.metadata.name for kind in found if kind.spec.group == "kueue.x-k8s.io"}
+    return {kind.metadata.name: kind.metadata.uid for kind in found if kind.spec.group == "kueue.x-k8s.io"}
 
 
-def test_runs_go_on_after_the_stack_was_removed_and_installed_again(cluster, undisturbed):
+@pytest.fixture
+def theirs(cluster):
+    """The name of an object of Kueue's that is not of the release."""
+    body = {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "ResourceFlavor", "metadata": {"name": "theirs"}}
+    cluster.custom.create_cluster_custom_object(*FLAVORS, body)
+    yield "theirs"
+    cluster.custom.delete_cluster_custom_object(*FLAVORS, "theirs")
+
+
+def uids(run):
+    return {pod.metadata.uid for pod in run.pods("dn0" if run.spec.topology.nnodes == 1 else "worker")}
+
+
+def test_runs_go_on_after_the_stack_was_upgraded_and_removed_and_installed_again(cluster, undisturbed, theirs):
     undisturbed.wait()
-    losses = undisturbed.losses()
-    # So many steps that it still trains when it is told to stop.
-    long = {"training": {"steps": 600}, "checkpoint": {"every": 50}}
+    losses, before = undisturbed.losses(), kinds()
     with cluster.held("express"):
         waits = cluster.submit("waits", resources={"queue": "express"})
-        until("it waits", waits.jobs)
-        trains = cluster.submit("trains", **long)
-        trains.until_step(MIDDLE)
-    begin = time.monotonic()
+        gated = cluster.submit("gated", **ALONE | {"resources": ALONE["resources"] | {"queue": "express"}})
+        until("the job waits", waits.jobs)
+        until("the pod waits", lambda: [pod for pod in gated.pods("dn0") if pod.spec.scheduling_gates])
+        pair, alone = cluster.submit("pair", **PAIR, **LONG), cluster.submit("alone", **ALONE, **LONG)
+        for run in (pair, alone):
+            run.until_step(MIDDLE)
+    pods = uids(pair) | uids(alone)
+    shell("STRATA_E2E_UPGRADE")
+    assert uids(pair) | uids(alone) == pods, "the upgrade stopped training"
+    assert {point["attempt"] for run in (pair, alone) for point in run.points()} == {0}
+
     shell("STRATA_E2E_REMOVE")
-    print(f"removed in {time.monotonic() - begin:.0f} s")
-    assert not kinds(cluster)
-    # Their jobs and what they wrote are there, and no pod is left that waits for what is gone.
-    assert trains.job()["spec"]["runPolicy"]["suspend"] and waits.job()["spec"]["runPolicy"]["suspend"]
-    assert not trains.pods("worker")
+    assert kinds() == before
+    assert cluster.custom.get_cluster_custom_object(*FLAVORS, theirs)
+    # Jobs and what they wrote are there, and nothing trains on unseen.
+    assert pair.job()["spec"]["runPolicy"]["suspend"] and waits.job()["spec"]["runPolicy"]["suspend"]
+    assert not pair.pods("worker") and not any(cluster.is_running(pod.metadata.name) for pod in alone.pods())
+
     shell("STRATA_E2E_INSTALL")
-    assert len(kinds(cluster)) > 5
-    for run, restarts in ((trains, 1), (waits, 0)):
+    assert kinds() == before
+    for run, restarts in ((pair, 1), (alone, 1), (waits, 0), (gated, 0)):
         until(f"{run.id} has ended", run.phase)
         # A flyteadmin that keeps all in its memory knows the runs no longer; propeller and the runs' folders do.
         assert {node["phase"] for node in cluster.kept(run.id)["status"]["nodeStatus"].values()} == {SUCCEEDED}

@@ -16,6 +16,7 @@ from strata_platform.outcomes import outcome_of_exit, outcome_of_job
         (68, "unreachable", "could not be reached"),
         (69, "unhealthy", "not fit to train on"),
         (75, "hung", "stacks"),
+        (124, "time_limit", "raise it"),
         (-15, "preempted", "wants the machine back"),
         (143, "preempted", "wants the machine back"),
         (-9, "killed", "SIGKILL; the machine is gone"),
@@ -37,7 +38,7 @@ def test_exit_codes_become_outcomes(code, kind, words):
     outcome = outcome_of_exit(code)
     assert outcome.kind == kind
     assert words in outcome.sentence
-    assert outcome.retryable is (kind not in ("complete", "bad_input", "failed"))
+    assert outcome.retryable is (kind not in ("complete", "bad_input", "time_limit", "failed"))
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,7 @@ def test_exit_codes_become_outcomes(code, kind, words):
         ([75, 1], "hung"),
         ([69, 1, -15], "unhealthy"),
         ([68, 2], "bad_input"),
+        ([124, -15], "time_limit"),
     ],
 )
 def test_the_cause_decides_about_a_job(codes, kind):

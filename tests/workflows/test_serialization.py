@@ -328,17 +328,19 @@ def test_queue_priority_and_pod_template_are_asked_for_where_the_cluster_looks(s
         {
             "topology": {"nnodes": shape[0], "nproc_per_node": shape[1]},
             "parallel": {"type": "ddp"},
-            "resources": {"queue": "research", "priority": "urgent", "pod_template": "strata-rdma"},
+            "resources": {
+                "queue": "research", "priority": "urgent", "pod_template": "strata-rdma", "time_limit": 7200,
+            },
         }
-    )
+    )  # fmt: skip
     sent = {task.id.name: task for task in compiled(spec).tasks}
     assert set(sent) == {f"tasks.topology.train_{shape[0]}x{shape[1]}", "tasks.finish.finish"}
     for task in sent.values():
         assert task.metadata.pod_template_name == "strata-rdma"
-        assert task.metadata.k8s_object_metadata.labels == {
-            "kueue.x-k8s.io/queue-name": "research",
-            "kueue.x-k8s.io/priority-class": "urgent",
-        }
+        labels = {"kueue.x-k8s.io/queue-name": "research", "kueue.x-k8s.io/priority-class": "urgent"}
+        # An hour more than the time for training itself; evaluation has no such limit.
+        limit = {"kueue.x-k8s.io/max-exec-time-seconds": "10800"} if "train" in task.id.name else {}
+        assert task.metadata.k8s_object_metadata.labels == labels | limit
     # The next run in this process asks for what it asks for.
     assert all(template(task).metadata.k8s_object_metadata.labels is None for task in TASKS.values())
 

@@ -45,3 +45,48 @@ fsGroupChangePolicy: OnRootMismatch
 seccompProfile:
   type: RuntimeDefault
 {{- end }}
+
+{{/*
+Spec of a pod that runs a program of the project's image: `root`, its account, the container's name, the program as the
+arguments of -m, the variable and value that it reads, its resources, and more variables if it has any.
+*/}}
+{{- define "strata.programPod" -}}
+{{- $values := .root.Values -}}
+restartPolicy: Never
+serviceAccountName: {{ .account }}
+securityContext:
+  {{- include "strata.podSecurity" $values.tenantDefaults.podTemplate | nindent 2 }}
+{{- with $values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . | quote }}
+  {{- end }}
+{{- end }}
+containers:
+  - name: {{ .name }}
+    image: {{ include "strata.image" .root | quote }}
+    imagePullPolicy: {{ $values.image.pullPolicy }}
+    command: {{ concat (list $values.tests.python "-m") .program | toJson }}
+    securityContext:
+      {{- include "strata.containerSecurity" .root | nindent 6 }}
+    env:
+      - name: {{ .variable }}
+        value: {{ .value | quote }}
+      {{- range $name, $value := merge (dict) (.env | default dict) $values.tests.env }}
+      - name: {{ $name | quote }}
+        value: {{ $value | quote }}
+      {{- end }}
+    resources:
+      requests:
+        {{- toYaml .resources | nindent 8 }}
+      limits:
+        {{- toYaml .resources | nindent 8 }}
+    {{- with $values.tests.volumes }}
+    volumeMounts:
+      {{- include "strata.volumeMounts" . | nindent 6 }}
+    {{- end }}
+{{- with $values.tests.volumes }}
+volumes:
+  {{- include "strata.volumes" . | nindent 2 }}
+{{- end }}
+{{- end }}

@@ -199,9 +199,16 @@ def _in_queue(workload: Object, workloads: Iterable[Object]) -> RunStatus:
 
 
 def is_hopeless(workload: Object) -> bool:
-    """Whether a waiting workload can never be admitted, as Kueue says: no flavor's whole quota is large enough."""
+    """Whether a waiting workload can never be admitted: no flavor's whole quota is large enough, as Kueue says, or it
+    is deactivated, as Kueue does with one that held its machines for too long.
+    """
     message = (condition_of(workload, "QuotaReserved") or {}).get("message", "")
-    return _is_waiting(workload) and _NEVER in message and _LATER not in message
+    return _is_waiting(workload) and (is_deactivated(workload) or (_NEVER in message and _LATER not in message))
+
+
+def is_deactivated(workload: Object) -> bool:
+    """Whether Kueue or somebody has taken a workload out of its queue."""
+    return workload["spec"].get("active") is False
 
 
 def waits_since(workload: Object) -> datetime:

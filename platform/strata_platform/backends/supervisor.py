@@ -75,7 +75,7 @@ class Attempt:
         lines = self.last_lines[min(self.last_lines)] if self.last_lines else []
         error = "\n".join(lines).removeprefix("error: ")
         match outcome.kind:
-            case "bad_input":
+            case "bad_input" | "time_limit":
                 return error or outcome.sentence
             case "unreachable" | "unhealthy":
                 return f"{outcome.message}: {error}" if error else outcome.message

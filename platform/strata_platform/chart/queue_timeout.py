@@ -16,8 +16,9 @@ from pydantic import BaseModel
 from strata_platform.backends.api_errors import translated_errors
 from strata_platform.backends.flyte_admin import FlyteAdmin
 from strata_platform.backends.flyte_config import FlyteConfig
-from strata_platform.backends.kubernetes_objects import Namespace, condition_of
+from strata_platform.backends.kubernetes_objects import Namespace, condition_of, is_deactivated
 from strata_platform.errors import BackendError, StrataError
+from strata_platform.kubernetes_api import Object
 
 VARIABLE = "STRATA_QUEUE_TIMEOUT"
 _UNITS = {"s": timedelta(seconds=1), "m": timedelta(minutes=1), "h": timedelta(hours=1), "d": timedelta(days=1)}
@@ -59,11 +60,7 @@ def end_hopeless_runs(settings: Settings, now: datetime) -> Iterator[str]:
             failed.append(error)
             continue
         for execution, workload in hopeless.items():
-            why = (condition_of(workload, "QuotaReserved") or {}).get("message", "")
-            cause = (
-                f"no quota of queue {workload['spec']['queueName']} is large enough, and the run has waited for longer "
-                f"than queues.timeout.after, {settings.after}; ask for less, or for a larger quota ({why})"
-            )
+            cause = f"{_cause(workload)}, for longer than queues.timeout.after, {settings.after}"
             try:
                 with translated_errors(f"to end {execution}"):
                     admin.terminate(execution, cause)
@@ -73,6 +70,16 @@ def end_hopeless_runs(settings: Settings, now: datetime) -> Iterator[str]:
             yield f"{tenant.namespace}: {execution} is ended: {cause}"
     if failed:
         raise BackendError("; ".join(map(str, failed)))
+
+
+def _cause(workload: Object) -> str:
+    """Why a run waits for ever, and the way out."""
+    queue = workload["spec"].get("queueName")
+    if is_deactivated(workload):
+        why = (condition_of(workload, "Evicted") or {}).get("message", "")
+        return f"Kueue has taken the run out of queue {queue} ({why}); raise resources.time_limit; it has waited"
+    why = (condition_of(workload, "QuotaReserved") or {}).get("message", "")
+    return f"no quota of queue {queue} is large enough ({why}); ask for less, or for a larger quota; it has waited"
 
 
 if __name__ == "__main__":

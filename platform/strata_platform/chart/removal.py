@@ -19,13 +19,14 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from strata_platform.backends.kubernetes_objects import condition_of
+from strata_platform.chart.keep_kinds import KEEP
 from strata_platform.kubernetes_api import Access, ApiError, KubernetesApi, Object
 
 VARIABLE = "STRATA_REMOVAL"
 _KUEUE = "/apis/kueue.x-k8s.io/v1beta2"
 _KINDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 _WEBHOOKS = "/apis/admissionregistration.k8s.io/v1"
-# A kind's objects go with the kind. Those of other releases must not.
+# A kind's objects go with a kind that is not kept. Those of other releases must not.
 _CLUSTER_WIDE = ("clusterqueues", "resourceflavors", "topologies", "cohorts", "admissionchecks")
 _SECONDS = 1.0
 
@@ -57,25 +58,28 @@ class Removal:
         """Do all of it.
 
         Raises:
-            CannotRemove: runs did not stop, and the queues admit them again; or a later step takes too long.
+            CannotRemove: runs did not stop, and Flyte and the queues go on with them; or a later step takes too long.
         """
-        with_kueue = self._is_mine(self._get(f"{_KINDS}/workloads.kueue.x-k8s.io"))
-        if with_kueue:
+        kind = self._get(f"{_KINDS}/workloads.kueue.x-k8s.io")
+        with_kueue, kinds_stay = self._is_mine(kind), KEEP.items() <= _annotations(kind).items()
+        if with_kueue and not kinds_stay:
             self._require_no_other_release()
+        # Flyte first. It would make a pod in place of each one that ends, and spend all attempts of a run.
+        stopped = self._stop("flyte-binary")
         try:
             self._suspend_runs()
         except BaseException:
             self._set_policy("None")
+            self._scale(stopped)
             raise
         self._delete_queues()
         if with_kueue:
-            self._stop("flyte-binary")
             self._stop("kueue")
             self._delete_webhooks()
-            self._release_workloads()
+            self._release_workloads(of_others=not kinds_stay)
 
     def _is_mine(self, item: Object | None) -> bool:
-        notes = (item or {}).get("metadata", {}).get("annotations") or {}
+        notes = _annotations(item)
         owner = (notes.get("meta.helm.sh/release-name"), notes.get("meta.helm.sh/release-namespace"))
         return owner == (self.release.name, self.release.namespace)
 
@@ -89,7 +93,8 @@ class Removal:
         if others:
             raise CannotRemove(
                 f"Kueue's kinds go with this release, and with them objects that are not of it: {', '.join(others)}; "
-                "delete these first, or let Kueue be another release's"
+                "keep the kinds (python -m strata_platform.chart.keep_kinds charts/strata-stack, then helm upgrade), "
+                "delete these objects first, or let Kueue be another release's"
             )
 
     def _suspend_runs(self) -> None:
@@ -100,7 +105,19 @@ class Removal:
             found = self._items(f"{_KUEUE}/workloads")
             return [_name(item) for item in found if _admitted_by(item) in mine]
 
-        self._until_none(held, "have not stopped", "end them with 'strata cancel NAME', or raise removal.seconds")
+        def run() -> list[str]:
+            """Pods have their grace period, and some a finalizer that Kueue removes when they have ended."""
+            labels = {"labelSelector": f"kueue.x-k8s.io/cluster-queue-name in ({','.join(sorted(mine))})"}
+            found = [
+                pod
+                for place in sorted({place for place, _ in self.release.local_queues})
+                for pod in self._items(f"/api/v1/namespaces/{place}/pods", **labels)
+            ]
+            return [_name(pod) for pod in found if not _has_ended(pod)]
+
+        way = "end them with 'strata cancel NAME', or raise removal.seconds"
+        self._until_none(held, "have not stopped", way)
+        self._until_none(run, "have not stopped", way)
         print("every run of the queues is suspended", flush=True)
 
     def _set_policy(self, policy: str) -> None:
@@ -124,17 +141,29 @@ class Removal:
         self._until_none(left, "are still there", "see the log of Kueue, which removes their finalizers")
         print("the queues are removed", flush=True)
 
-    def _stop(self, program: str) -> None:
-        """Flyte first: pods that it would start without Kueue's webhooks would not queue."""
+    def _stop(self, program: str) -> dict[str, int]:
+        """Stop the deployments of a program that are of the release; returns how many pods each of them had."""
         place, labels = self.release.kueue_namespace, {"labelSelector": f"app.kubernetes.io/name={program}"}
         deployments = f"/apis/apps/v1/namespaces/{place}/deployments"
-        found = [item["metadata"]["name"] for item in self._items(deployments, **labels) if self._is_mine(item)]
-        for name in found:
-            self._change("PATCH", f"{deployments}/{name}", {"spec": {"replicas": 0}})
+        found = {
+            f"{deployments}/{item['metadata']['name']}": item["spec"].get("replicas", 1)
+            for item in self._items(deployments, **labels)
+            if self._is_mine(item)
+        }
+        self._scale(dict.fromkeys(found, 0))
         if found:
             pods = partial(self._items, f"/api/v1/namespaces/{place}/pods", **labels)
-            self._until_none(lambda: [_name(pod) for pod in pods()], "have not ended", "delete these pods")
+            try:
+                self._until_none(lambda: [_name(pod) for pod in pods()], "have not ended", "delete these pods")
+            except BaseException:
+                self._scale(found)
+                raise
             print(f"{program} is stopped", flush=True)
+        return found
+
+    def _scale(self, deployments: dict[str, int]) -> None:
+        for path, replicas in deployments.items():
+            self._change("PATCH", path, {"spec": {"replicas": replicas}})
 
     def _delete_webhooks(self) -> None:
         """They would reject every pod of a tenant once nobody answers for them."""
@@ -143,10 +172,13 @@ class Removal:
                 if self._is_mine(item) and "kueue" in item["metadata"]["name"]:
                     self._change("DELETE", f"{_WEBHOOKS}/{kind}/{item['metadata']['name']}")
 
-    def _release_workloads(self) -> None:
-        """Kueue makes workloads anew for the jobs that it finds."""
+    def _release_workloads(self, *, of_others: bool) -> None:
+        """Kueue makes workloads anew for the jobs that it finds. Those of other queues stay if their kind does."""
+        mine = set(self.release.local_queues)
         for item in self._items(f"{_KUEUE}/workloads"):
             metadata = item["metadata"]
+            if not of_others and (metadata["namespace"], item["spec"].get("queueName")) not in mine:
+                continue
             path = f"{_KUEUE}/namespaces/{metadata['namespace']}/workloads/{metadata['name']}"
             self._change("PATCH", path, {"metadata": {"finalizers": None}})
             self._change("DELETE", path)
@@ -185,8 +217,18 @@ class Removal:
                 raise
 
 
+def _annotations(item: Object | None) -> Object:
+    found: Object = (item or {}).get("metadata", {}).get("annotations") or {}
+    return found
+
+
 def _name(item: Object) -> str:
     return f"{item['metadata']['namespace']}/{item['metadata']['name']}"
+
+
+def _has_ended(pod: Object) -> bool:
+    over = pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
+    return over and "deletionTimestamp" not in pod["metadata"]
 
 
 def _admitted_by(workload: Object) -> str | None:

@@ -172,6 +172,13 @@ class Resources(Section):
         None, description="Kueue queue; by default the one called `default`, if the cluster has it."
     )
     priority: Name | None = Field(None, description="Kueue priority class; by default the cluster's.")
+    time_limit: Count | None = Field(
+        None,
+        description="Seconds that a run may train, over all attempts, on a cluster or on this machine. Before they are "
+        "over, by ten minutes or a tenth, the log says so and a checkpoint is saved; at the end the run stops with "
+        "another one, and is not retried. Raise it and submit again to continue. Kueue ends an attempt that holds its "
+        "machines for an hour longer.",
+    )
     pod_template: Name | None = Field(
         None,
         description="PodTemplate of the cluster for the pods; by default the one that Flyte is configured with.",

@@ -54,6 +54,17 @@ def read_evaluations(path: Path) -> list[EvaluationPoint]:
     return [by_step[step] for step in sorted(by_step)]
 
 
+def seconds_trained(path: Path) -> float:
+    """Seconds from the first step of each attempt to its last one on record, with repeated steps and evaluations."""
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
+    for point in _lines(path):
+        seconds = point.step_seconds if isinstance(point, MetricPoint) else 0.0
+        first.setdefault(point.attempt, point.time - seconds)
+        last[point.attempt] = point.time
+    return sum(last[attempt] - first[attempt] for attempt in first)
+
+
 def _lines(path: Path) -> Iterator[MetricPoint | EvaluationPoint]:
     if not path.exists():
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from tasks.runtime.process.signals import Preempted, StopRequest
 from tasks.runtime.process.watchdog import SLOW_FACTOR, Watchdog
 from tasks.runtime.training.early_stopping import EarlyStopping
 from tasks.runtime.training.step_guard import RollBack, StepGuard
+from tasks.runtime.training.time_limit import TimeLimit
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +78,7 @@ class Job:
     set_random_states: Callable[[], None]
     """Sets the random states of the next step."""
     early_stopping: EarlyStopping
+    time_limit: TimeLimit
     evaluator: TrainingEvaluator | None
     """None without `evaluation.every`."""
     step_ended: Callable[[], None]
@@ -137,6 +140,7 @@ class Job:
         self.watchdog.start()
         self.callbacks.train_start(self._info)
         self._evaluate_at_start()
+        self.time_limit.begin(self.start)
         self.watchdog.expect(f"step {self.start + 1}", SLOW_FACTOR)
         self.set_random_states()
 
@@ -191,6 +195,7 @@ class Job:
             Preempted: a rank received SIGTERM, and the checkpoint that `checkpoint.on_sigterm` asks for is saved.
             RollBack: the run has to return to a checkpoint; `run` handles it.
             StoppedEarly: the validation loss has stopped to fall, and the step is saved; `run` handles it.
+            TimeLimitReached: `resources.time_limit` is used up, and the step is saved.
             ValueError: `faults` ends the run because of a bad step, or weights are not finite.
         """
         self._apply_policy(self.recorder.end_step(step, grad_norm, learning_rate, self.skipped))
@@ -207,7 +212,8 @@ class Job:
                 # The next attempt evaluates first.
                 stop = True
         over = step == self.steps or self.early_stopping.is_over
-        if stop or over or step % self.spec.checkpoint.every == 0 or (best and self.spec.checkpoint.keep_best):
+        due = step % self.spec.checkpoint.every == 0 or (best and self.spec.checkpoint.keep_best)
+        if self.time_limit.after(step) or stop or over or due:
             self.watchdog.expect(f"the checkpoint of step {step}", SLOW_FACTOR)
             # Write metrics first, so that every step before a checkpoint is on record.
             self._apply_policy(self.recorder.flush())
@@ -223,6 +229,10 @@ class Job:
         if self.early_stopping.is_over:
             self._stop_early(step)
         if not over:
+            if self.time_limit.is_used_up:
+                self.watchdog.expect("the end", math.inf)
+                self.writer.finish()
+            self.time_limit.require_left(f"after step {step} of {self.steps}, which is saved")
             self.watchdog.expect(f"step {step + 1}")
 
     def _is_evaluated(self, step: int) -> bool:

@@ -63,6 +63,7 @@ from tasks.runtime.process.ranks import Processes
 from tasks.runtime.process.rng import seed_generators
 from tasks.runtime.process.signals import Preempted, StopRequest, defer_sigterm
 from tasks.runtime.process.watchdog import Watchdog
+from tasks.runtime.run_folder.metrics_file import seconds_trained
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.runtime.training.completion import device_name, final_checkpoint, write_record
 from tasks.runtime.training.cuda_graphs import with_cuda_graphs
@@ -71,6 +72,7 @@ from tasks.runtime.training.frameworks import load_framework
 from tasks.runtime.training.job import Framework, Job
 from tasks.runtime.training.session import Session
 from tasks.runtime.training.step_guard import StepGuard
+from tasks.runtime.training.time_limit import TimeLimit
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +87,7 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
     Raises:
         ValueError: the data has fewer rows than one batch, the folder holds a run that must not continue, a check of
             `tasks.runtime.preflight` fails, or the loss is not finite.
+        TimeLimitReached: `resources.time_limit` is used up before the last step.
     """
     steps = total_steps(run.spec, data.rows)
     # Raises before anything is loaded.
@@ -97,6 +100,12 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
         else:
             log.info("all %d steps are done already (%s)", steps, resume_from)
         return finished
+    over = run.processes.on_main(lambda: _is_over(run, resume_from, steps))
+    spent = run.processes.on_main(lambda: seconds_trained(run.folder.metrics))
+    time_limit = TimeLimit(run.spec.resources.time_limit, spent, run.processes)
+    if not over:
+        # Before the model is loaded: the elastic agent starts the processes again after they end.
+        time_limit.require_left("already")
     attempt = run.processes.on_main(lambda: _begin_attempt(run, data))
     model, base, initial = _build_model(run, resume_from)
     set_special_tokens(model, data.tokenizer())
@@ -124,11 +133,12 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
     trained = False
     with closing(recorder):
         # After a kill between the last checkpoint and the record, nothing is left to train.
-        if not run.processes.on_main(lambda: _is_over(run, resume_from, steps)):
+        if not over:
             run.training_warmup.wait_until_loaded()
             job = build_job(
-                run, data, step, base, recorder, callbacks, steps=steps, resume_from=resume_from, initial=initial
-            )
+                run, data, step, base, recorder, callbacks, steps=steps, resume_from=resume_from,
+                initial=initial, time_limit=time_limit,
+            )  # fmt: skip
             stopping = defer_sigterm() if run.spec.checkpoint.on_sigterm == "save" else nullcontext(StopRequest())
             with closing(job.watchdog), closing(job.writer):
                 with stopping as job.stop_request:
@@ -186,6 +196,7 @@ def build_job(
     steps: int,
     resume_from: Path | None,
     initial: InitialMatrices | None = None,
+    time_limit: TimeLimit | None = None,
 ) -> Job:
     """Shard the model, attach its optimizer, and load the checkpoint into both. A collective.
 
@@ -266,6 +277,7 @@ def build_job(
         guard=StepGuard(run.spec.faults, run.spec.nonfinite, run.processes, metadata),
         load=load,
         early_stopping=EarlyStopping(run.spec.evaluation, metadata),
+        time_limit=time_limit or TimeLimit(None, 0.0, run.processes),
         evaluator=evaluator,
         step_ended=partial(_step_ended, run),
         callbacks=callbacks,

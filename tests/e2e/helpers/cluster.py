@@ -234,12 +234,16 @@ class Run:
 
     def conditions(self) -> dict[str, str]:
         """What is true of the training job in Kueue's eyes, each with its reason."""
-        uid = self.job()["metadata"]["uid"]
-        for workload in self.cluster.custom.list_namespaced_custom_object(*WORKLOADS)["items"]:
-            if any(owner["uid"] == uid for owner in workload["metadata"].get("ownerReferences", [])):
-                told = workload.get("status", {}).get("conditions", [])
-                return {c["type"]: c["reason"] for c in told if c["status"] == "True"}
+        for workload in self.workloads():
+            told = workload.get("status", {}).get("conditions", [])
+            return {c["type"]: c["reason"] for c in told if c["status"] == "True"}
         return {}
+
+    def workloads(self) -> list[dict[str, Any]]:
+        """Kueue's workload of the training job, if there is one."""
+        uid = self.job()["metadata"]["uid"]
+        found = self.cluster.custom.list_namespaced_custom_object(*WORKLOADS)["items"]
+        return [w for w in found if any(o["uid"] == uid for o in w["metadata"].get("ownerReferences", []))]
 
     def points(self) -> list[dict[str, Any]]:
         """All lines of its metrics, repeated steps included."""

@@ -27,6 +27,7 @@ from typing import Any
 
 import yaml
 
+from strata_platform.chart import keep_kinds
 from tests.e2e.helpers import upstream_flyte
 
 ROOT = Path(__file__).parents[3]
@@ -37,6 +38,7 @@ RUNS = STATE / "runs"
 FLYTE_CONFIG = STATE / "flyte.yaml"
 DATABASE = STATE / "database"
 NAMESPACE = "strata-system"
+RELEASE = (str(STACK), "--namespace", NAMESPACE, "--values", str(ROOT / "tests/e2e/values.yaml"), "--values", "-")
 TENANTS = ("flytesnacks-development", "rival-development")
 # Addresses of that cluster, which its scripts choose.
 STORE, FLYTE, NAMES = "10.88.0.1", "10.96.0.81", "10.96.0.10"
@@ -178,16 +180,17 @@ def install() -> None:
 
 def install_stack() -> None:
     """The stack, as its README says."""
-    release = [str(STACK), "--namespace", NAMESPACE, "--values", str(ROOT / "tests" / "e2e" / "values.yaml")]
-    release += ["--values", "-"]
-    first = ["install", "strata", *release, "--create-namespace", "--set", "components.strata=false", "--wait"]
-    values = yaml.safe_dump(own_values())
-    inside("helm", *first, limit=LIMITS["install"], text=values)
-    upgrade(release, values)
-    # The pods' image has no tini: their program must not be process 1, which signals without a handler pass by.
-    shared = '{"template": {"spec": {"shareProcessNamespace": true}}}'
-    for tenant in TENANTS:
-        inside("kubectl", "-n", tenant, "patch", "podtemplate", "strata", "--type=merge", f"--patch={shared}", limit=30)
+    first = ["helm", "install", "strata", *RELEASE, "--create-namespace", "--set", "components.strata=false", "--wait"]
+    inside(*first, limit=LIMITS["install"], text=yaml.safe_dump(own_values()))
+    upgrade(own_values())
+
+
+def upgrade_stack() -> None:
+    """An upgrade that starts Flyte and Kueue anew, as one to other versions does."""
+    values, anew = own_values(), {"upgraded": str(time.time_ns())}
+    values["flyte-binary"]["deployment"]["podAnnotations"] = anew
+    values["kueue"]["controllerManager"]["manager"]["podAnnotations"] = anew
+    upgrade(values, "--wait")
 
 
 def remove_stack() -> None:
@@ -195,10 +198,14 @@ def remove_stack() -> None:
     inside("helm", "uninstall", "strata", "--namespace", NAMESPACE, "--wait", limit=LIMITS["install"])
 
 
-def upgrade(release: list[str], values: str) -> None:
-    """The second step; Kueue's webhooks answer a moment after it is ready."""
-    command = ["helm", "upgrade", "strata", *release]
-    patiently(lambda: inside(*command, limit=LIMITS["install"], text=values), 5, 10, 20)
+def upgrade(values: dict[str, Any], *options: str) -> None:
+    """All of the stack with these values; Kueue's webhooks answer a moment after it is ready."""
+    command = ["helm", "upgrade", "strata", *RELEASE, *options]
+    patiently(lambda: inside(*command, limit=LIMITS["install"], text=yaml.safe_dump(values)), 5, 10, 20)
+    # The pods' image has no tini: their program must not be process 1, which signals without a handler pass by.
+    shared = '{"template": {"spec": {"shareProcessNamespace": true}}}'
+    for tenant in TENANTS:
+        inside("kubectl", "-n", tenant, "patch", "podtemplate", "strata", "--type=merge", f"--patch={shared}", limit=30)
 
 
 def module(version: str) -> Path:
@@ -227,6 +234,7 @@ def vendor() -> None:
         # Modules are read-only, the copies must not be.
         shutil.copytree(source, STACK / place, copy_function=shutil.copyfile, dirs_exist_ok=True, ignore=fetched)
         (STACK / place).chmod(0o755)
+    keep_kinds.keep(STACK)
     leave_out_absent(STACK)
 
 
@@ -399,7 +407,7 @@ def run_tests(arguments: list[str]) -> int:
     reject = f"INPUT -d {STORE} -p tcp --dport 9000 -j REJECT --reject-with tcp-reset"
     os.environ.update(STRATA_E2E_STORE_OFF=f"iptables -I {reject}", STRATA_E2E_STORE_ON=f"iptables -D {reject}")
     again = f"cd {ROOT} && {sys.executable} -m {__spec__.name}"
-    os.environ.update(STRATA_E2E_REMOVE=f"{again} remove-stack", STRATA_E2E_INSTALL=f"{again} install-stack")
+    os.environ.update({f"STRATA_E2E_{verb.split('-')[0].upper()}": f"{again} {verb}" for verb in WITHIN})
     python = [sys.executable, "-m", "pytest", str(ROOT / "tests" / "e2e"), *arguments]
     with accounts() as endpoint:
         os.environ.update(STRATA_E2E_ACCOUNTS=endpoint)
@@ -425,7 +433,11 @@ def _end(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 
-WITHIN: dict[str, Callable[[], int | None]] = {"install-stack": install_stack, "remove-stack": remove_stack}
+WITHIN: dict[str, Callable[[], int | None]] = {
+    "install-stack": install_stack,
+    "upgrade-stack": upgrade_stack,
+    "remove-stack": remove_stack,
+}
 """What a test asks for while `test` has the cluster."""
 
 

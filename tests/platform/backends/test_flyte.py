@@ -124,6 +124,26 @@ def test_a_run_that_no_quota_admits_is_ended_after_the_time_it_may_wait(client, 
     assert [client.get(name).phase for name in since] == [Phase.ABORTED, Phase.QUEUED, Phase.QUEUED]
 
 
+def test_a_run_that_kueue_has_taken_out_of_its_queue_is_ended(client, admin, kubernetes, monkeypatch):
+    """As it does after `resources.time_limit` and an hour: nothing activates it again."""
+    admin.add("slow", core_pb2.WorkflowExecution.RUNNING)
+    owner = pod("slow")
+    owner["metadata"] |= {"uid": "slow", "labels": {"execution-id": "slow"}}
+    kubernetes.content["pods"] = [owner]
+    lost = {"status": "False", "message": "deactivated", "lastTransitionTime": "2026-11-22T00:00:00Z"}
+    evicted = {"status": "True", "reason": "Deactivated", "message": "exceeding the maximum execution time"}
+    inactive = workload("slow", QuotaReserved=lost, Evicted=evicted)
+    inactive["spec"]["active"] = False
+    kubernetes.content["workloads"] = (200, [inactive])
+    monkeypatch.setenv("FLYTE_PLATFORM_URL", client.backend._config.endpoint)
+    monkeypatch.setenv("FLYTE_PLATFORM_INSECURE", "true")
+    tenant = {"namespace": "flytesnacks-development", "project": "flytesnacks", "domain": "development"}
+    settings = queue_timeout.Settings.model_validate({"after": "2h", "tenants": [tenant]})
+    (said,) = queue_timeout.end_hopeless_runs(settings, datetime(2026, 11, 22, 3, tzinfo=UTC))
+    assert "exceeding the maximum execution time" in said and "raise resources.time_limit" in said
+    assert client.get("slow").phase is Phase.ABORTED
+
+
 def test_a_run_that_cannot_be_ended_keeps_no_other_from_it(client, kubernetes, monkeypatch):
     monkeypatch.setenv("FLYTE_PLATFORM_URL", client.backend._config.endpoint)
     monkeypatch.setenv("FLYTE_PLATFORM_INSECURE", "true")

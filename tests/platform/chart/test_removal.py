@@ -32,11 +32,18 @@ class Cluster:
             f"{KUEUE}/resourceflavors/h100": item("h100"),
             f"{KUEUE}/namespaces/team-a/localqueues/research": item("research", "team-a"),
             f"{KUEUE}/namespaces/team-a/workloads/run": item(
-                "run", "team-a", notes={}, status={"admission": {"clusterQueue": "shared"}}
+                "run",
+                "team-a",
+                notes={},
+                spec={"queueName": "research"},
+                status={"admission": {"clusterQueue": "shared"}},
             ),
-            f"/apis/apps/v1/namespaces/{SYSTEM}/deployments/kueue": item("kueue", SYSTEM),
-            f"/apis/apps/v1/namespaces/{SYSTEM}/deployments/flyte-binary": item("flyte-binary", SYSTEM),
+            f"/apis/apps/v1/namespaces/{SYSTEM}/deployments/kueue": item("kueue", SYSTEM, spec={}),
+            f"/apis/apps/v1/namespaces/{SYSTEM}/deployments/flyte-binary": item(
+                "flyte-binary", SYSTEM, spec={"replicas": 2}
+            ),
             f"/apis/apps/v1/namespaces/{SYSTEM}/deployments/other": item("other", SYSTEM, notes={}),
+            "/api/v1/namespaces/team-a/pods/done": item("done", "team-a", status={"phase": "Succeeded"}),
             f"/api/v1/namespaces/{SYSTEM}/pods/kueue-0": item("kueue-0", SYSTEM),
             f"{HOOKS}/mutatingwebhookconfigurations/kueue": item("kueue"),
             f"{HOOKS}/mutatingwebhookconfigurations/istio": item("istio", notes={}),
@@ -49,7 +56,8 @@ class Cluster:
 
     def items(self, path, labelSelector="", **query):  # as Kubernetes spells it
         kind, plural = path.rsplit("/", 1)
-        wanted = labelSelector.rpartition("=")[2]
+        # A selector of a set picks pods of queues, which all of team-a are.
+        wanted = "" if " in " in labelSelector else labelSelector.rpartition("=")[2]
         return [
             found for at, found in list(self.objects.items())
             if at.startswith(kind) and at.split("/")[-2] == plural and found["metadata"]["name"].startswith(wanted)
@@ -97,13 +105,34 @@ def test_each_wait_has_the_whole_time():
     assert f"{KUEUE}/resourceflavors/h100" not in cluster.objects
 
 
+def test_pods_that_are_ending_are_waited_for_while_kueue_runs():
+    """Kueue has taken the quota back, but the pods of the run have their grace period."""
+    cluster, seconds = Cluster(), []
+    pod = "/api/v1/namespaces/team-a/pods/run-worker-0"
+    cluster.objects[pod] = item("run-worker-0", "team-a", status={"phase": "Running"})
+
+    def sleep(_):
+        seconds.append(1)
+        if len(seconds) == 2:
+            del cluster.objects[pod]
+
+    Removal(cluster, RELEASE, sleep=sleep).run()
+    assert [name for _, name, _ in cluster.log][:3] == ["flyte-binary", "shared", "research"] and len(seconds) == 2
+    cluster = Cluster()
+    cluster.objects[pod] = item("run-worker-0", "team-a", status={"phase": "Failed"})
+    cluster.objects[pod]["metadata"]["deletionTimestamp"] = "now"
+    with pytest.raises(CannotRemove, match="have not stopped: team-a/run-worker-0"):
+        remove(cluster)
+    assert [body for *_, body in cluster.log[-2:]] == ['{"spec": {"stopPolicy": "None"}}', '{"spec": {"replicas": 2}}']
+
+
 def test_runs_are_suspended_before_queues_go_and_kueue_is_stopped_before_its_workloads_are_freed():
     cluster = Cluster()
     remove(cluster)
     done = [(method, name) for method, name, _ in cluster.log]
     assert done == [
-        ("PATCH", "shared"), ("DELETE", "research"), ("DELETE", "shared"), ("DELETE", "h100"),
-        ("PATCH", "flyte-binary"), ("PATCH", "kueue"), ("DELETE", "kueue"), ("PATCH", "run"), ("DELETE", "run"),
+        ("PATCH", "flyte-binary"), ("PATCH", "shared"), ("DELETE", "research"), ("DELETE", "shared"),
+        ("DELETE", "h100"), ("PATCH", "kueue"), ("DELETE", "kueue"), ("PATCH", "run"), ("DELETE", "run"),
     ]  # fmt: skip
     assert any(path.endswith("istio") for path in cluster.objects)
 
@@ -111,16 +140,17 @@ def test_runs_are_suspended_before_queues_go_and_kueue_is_stopped_before_its_wor
 def test_a_kueue_of_another_release_goes_on_with_its_workloads():
     cluster = Cluster(kueue_is_ours=False)
     remove(cluster)
-    assert [name for _, name, _ in cluster.log] == ["shared", "research", "shared", "h100"]
+    assert [name for _, name, _ in cluster.log] == ["flyte-binary", "shared", "research", "shared", "h100"]
     assert f"{KUEUE}/namespaces/team-a/workloads/run" in cluster.objects
 
 
-def test_runs_that_do_not_stop_keep_everything_and_their_queue_admits_again():
+def test_runs_that_do_not_stop_keep_everything_and_flyte_and_their_queue_go_on():
     cluster = Cluster(stuck=True)
     with pytest.raises(CannotRemove, match="after 3 s these have not stopped: team-a/run"):
         remove(cluster)
     assert [(method, body) for method, _, body in cluster.log] == [
-        ("PATCH", '{"spec": {"stopPolicy": "HoldAndDrain"}}'), ("PATCH", '{"spec": {"stopPolicy": "None"}}'),
+        ("PATCH", '{"spec": {"replicas": 0}}'), ("PATCH", '{"spec": {"stopPolicy": "HoldAndDrain"}}'),
+        ("PATCH", '{"spec": {"stopPolicy": "None"}}'), ("PATCH", '{"spec": {"replicas": 2}}'),
     ]  # fmt: skip
 
 
@@ -130,3 +160,15 @@ def test_objects_that_would_go_with_kueues_kinds_are_named_and_nothing_is_touche
     with pytest.raises(CannotRemove, match="clusterqueues/theirs"):
         remove(cluster)
     assert cluster.log == []
+
+
+def test_objects_of_others_stay_with_kinds_that_are_kept():
+    cluster = Cluster()
+    cluster.objects[KIND]["metadata"]["annotations"] = MINE | {"helm.sh/resource-policy": "keep"}
+    theirs = f"{KUEUE}/namespaces/team-b/workloads/theirs"
+    cluster.objects[theirs] = item("theirs", "team-b", notes={}, spec={"queueName": "research"})
+    cluster.objects[f"{KUEUE}/clusterqueues/theirs"] = item("theirs", notes={})
+    remove(cluster)
+    assert {f"{KUEUE}/clusterqueues/theirs", theirs} <= cluster.objects.keys()
+    # Its own are gone all the same: Kueue makes them anew.
+    assert f"{KUEUE}/namespaces/team-a/workloads/run" not in cluster.objects
