@@ -402,3 +402,20 @@ def test_recipes() -> None:
     assert found("cohere", "layer_norm") == Norm("variance_epsilon", center=True)
     assert found("olmo", "layer_norm") == Norm(1e-5, center=True)
     assert found("cohere", "linear_cross_entropy").multiplier == "logit_scale"
+
+
+class Projector(nn.Module):
+    """LLaVA's, of a tower half as wide as the text model: the second layer has the sizes of a packed gate and up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear_1, self.act, self.linear_2 = nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.linear_2(self.act(self.linear_1(x)))
+
+
+def test_a_projector_is_no_gated_layer() -> None:
+    model = other_family()
+    model.projector = Projector()
+    assert "geglu" not in patch_model(model).kept

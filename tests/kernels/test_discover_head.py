@@ -5,6 +5,7 @@ import torch
 from transformers.models.llama import modeling_llama
 
 from strata_kernels import patch_model
+from tests.kernels.helpers.tiny_models import build_tiny
 from tests.kernels.test_discover import build_other, other_family
 from tests.kernels.test_patch import VOCABULARY
 
@@ -134,3 +135,17 @@ def test_a_causal_model_inside_of_another_one() -> None:
     assert "linear_cross_entropy" not in report.replaced
     assert "has a forward without" in report.kept["linear_cross_entropy"][0]
     assert model.train()(tokens, labels=tokens).shape == (2, 9, VOCABULARY)
+
+
+@pytest.mark.parametrize("model_type", ["mistral3", "llava_onevision"])
+def test_which_layers_of_a_tower_to_take_is_in_the_configuration(model_type) -> None:
+    """A decorator of the family's forward passes it on to the body; one way to select the layers is allowed by name."""
+    model = build_tiny(model_type)
+    given = []
+    model.model.register_forward_pre_hook(lambda module, args, kwargs: given.append(kwargs), with_kwargs=True)
+    tokens = torch.randint(3, VOCABULARY, (1, 5))
+    expected = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    assert patch_model(model).counts["linear_cross_entropy"] == 1
+    torch.testing.assert_close(model(input_ids=tokens, labels=tokens, use_cache=False).loss, expected)
+    plain, ours = ({name: value for name, value in one.items() if name.startswith("vision_")} for one in given)
+    assert "vision_feature_layer" in plain and ours == plain

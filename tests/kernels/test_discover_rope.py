@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.llama import modeling_llama
+from transformers.models.qwen2_vl import modeling_qwen2_vl
 
 from strata_kernels import patch_model
 from strata_kernels.patch.forwards import ROTATIONS
+from tests.kernels.helpers.tiny_models import build_tiny
 from tests.kernels.test_discover import other_family
-from tests.kernels.test_patch import SIZES
 
 
 def test_a_rotation_the_other_way_round(monkeypatch) -> None:
@@ -72,23 +72,33 @@ class Indexer(modeling_llama.LlamaAttention):
 
 def test_only_attention_rotates() -> None:
     kept = patch_model(other_family(LlamaAttention=Indexer)).kept["rope"]
-    assert kept == ("Indexer is no attention of the text model",)
+    assert kept == ("Indexer is no attention with a configuration",)
 
 
-def test_towers_for_images_keep_their_rotation() -> None:
-    """Pixtral's has the signature of the text model's, and other shapes."""
-    text = {**SIZES, "model_type": "mistral"}
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    vision = {**sizes, "model_type": "pixtral", "image_size": 8, "patch_size": 4, "head_dim": 8}
-    config = AutoConfig.for_model("mistral3", text_config=text, vision_config=vision, image_token_index=5)
-    model = AutoModelForImageTextToText.from_config(config)
-    tower = model.model.vision_tower
-    pixels, sizes_of_images = torch.randn(1, 3, 8, 8), torch.tensor([[8, 8]])
-    expected = tower(pixels, image_sizes=sizes_of_images).last_hidden_state
-    report = patch_model(model)
-    assert report.counts["rope"] == 2 and report.kept["rope"] == ("PixtralAttention is no attention of the text model",)
-    assert "rope x2" in report.summary() and "rope not everywhere: PixtralAttention" in report.summary()
-    torch.testing.assert_close(tower(pixels, image_sizes=sizes_of_images).last_hidden_state, expected)
+# The modules of a text model and of a tower that rotate, of towers that rotate in different ways.
+TOWERS = {"qwen2_vl": (2, 1), "llama4": (2, 2), "mistral3": (2, 2), "qwen3_5": (1, 1)}
+
+
+@pytest.mark.parametrize("model_type", TOWERS)
+def test_towers_for_images_rotate_by_the_operator(model_type) -> None:
+    report = patch_model(build_tiny(model_type))
+    in_tower = [path for path in report.replaced["rope"] if "vision" in path or "visual" in path]
+    assert (report.counts["rope"] - len(in_tower), len(in_tower)) == TOWERS[model_type]
+    assert "rope" not in report.kept
+
+
+def test_angles_of_a_tower_are_asked_of_the_tower(monkeypatch) -> None:
+    """The function is the same; this tower gives it the angles of rows and columns otherwise."""
+
+    def by_axis(self, freqs):
+        rows, columns = freqs[:, 0], freqs[:, 1]
+        return torch.cat([rows, rows, columns, columns], dim=-1)
+
+    monkeypatch.setattr(modeling_qwen2_vl.Qwen2VLVisionRotaryEmbedding, "recomposition_frequencies", by_axis)
+    report = patch_model(build_tiny("qwen2_vl"))
+    assert report.counts["rope"] == 2
+    assert "VisionAttention calls apply_rotary_pos_emb_vision with angles in another layout" in report.kept["rope"][0]
+    assert "rope not everywhere: VisionAttention" in report.summary()
 
 
 def test_queries_and_keys_of_two_dtypes() -> None:

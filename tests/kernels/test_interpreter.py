@@ -19,7 +19,7 @@ FILES = {
         "test_layer_norm.py",
     ],
     "other norms": ["test_group_norm.py", "test_modulated_norm.py", "test_poly_norm.py"],
-    "rotary": ["test_rope.py", "test_qk_norm_rope.py"],
+    "rotary": ["test_rope.py", "test_rotations.py", "test_qk_norm_rope.py"],
     "activations": [
         "test_swiglu.py",
         "test_geglu.py",

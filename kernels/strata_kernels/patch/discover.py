@@ -263,9 +263,10 @@ def _mlp_variants(module: nn.Module) -> Iterator[Mlp]:
             if shape[gate] == shape[up] == shape[down][::-1]:
                 yield Mlp(operator, activation=activation, gate=gate, up=up, down=down)
     elif operator != "relu_squared" and len(linears) == 2:
-        for gate, down in permutations(linears):
-            if shape[gate] == (shape[down][1], 2 * shape[down][0]):
-                yield Mlp(operator, packed=True, activation=activation, gate=gate, down=down)
+        # In this order: a projector of two layers may have the sizes of the other one.
+        gate, down = linears
+        if shape[gate] == (shape[down][1], 2 * shape[down][0]):
+            yield Mlp(operator, packed=True, activation=activation, gate=gate, down=down)
 
 
 def _prove_mlp(module: nn.Module, variants: Sequence[Mlp]) -> Mlp:

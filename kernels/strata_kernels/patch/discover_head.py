@@ -43,7 +43,7 @@ def prove_head(module: Any) -> Head:
     if body is None or head is None:
         raise NotEqual("has its body or its head in another place")
     small = _small_copy(module, body, head, routed=False)
-    output = type(cls.forward(small, **_all_inputs(cls.forward)))
+    output = type(cls.forward(small, **_all_inputs(cls.forward, small.config)))
     labelled = "labels" in getattr(small, body).calls[-1]
     # None for a family that adds no loss of its routers.
     routed = getattr(module.config.get_text_config(), "output_router_logits", None)
@@ -126,7 +126,7 @@ def _has_loss_of(small: Any, variant: Head) -> bool:
     for scale in (1.0, 100.0):
         if not is_equal(original, ours, scale * torch.randn(SHAPE, generator=seeded()), weights=weights):
             return False
-    inputs = _all_inputs(cls.forward)
+    inputs = _all_inputs(cls.forward, small.config)
     expected, given = (forward(small, **inputs) for forward in forwards)
     if not _are_same(*body.calls[-2:]):
         raise NotEqual("passes other arguments to its body than it is called with")
@@ -136,8 +136,11 @@ def _has_loss_of(small: Any, variant: Head) -> bool:
     return True
 
 
-def _all_inputs(forward: Callable[..., Any]) -> dict[str, Any]:
-    """Something for every parameter of a causal model's forward that does not decide about the loss."""
+def _all_inputs(forward: Callable[..., Any], config: Any) -> dict[str, Any]:
+    """Something for every parameter of a causal model's forward that does not decide about the loss.
+
+    What the configuration has a value for gets that, since a model may know a few values alone.
+    """
     known = {
         "inputs_embeds": torch.ones(SHAPE),
         "attention_mask": torch.ones(SHAPE[:2], dtype=torch.long),
@@ -149,7 +152,7 @@ def _all_inputs(forward: Callable[..., Any]) -> dict[str, Any]:
     left = {"input_ids", "labels", "logits_to_keep", "return_dict", "output_router_logits", *LOSS_ARGUMENTS}
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     named = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD and p.name not in left]
-    given = {name: known.get(name, f"the {name} of the caller") for name in named}
+    given = {name: known.get(name, getattr(config, name, f"the {name} of the caller")) for name in named}
     return {**given, "labels": torch.tensor(_LABELS)}
 
 

@@ -23,24 +23,49 @@ from .table import Rope
 class _Call:
     """How a rotation is called: its parameters, and the layout in which its angles come.
 
-    layout: "twice" for cos and sin of `cat((angle, angle), -1)`, "repeated" for `angle.repeat_interleave(2, -1)`,
-        "once" for one number per pair, "complex" for exp(i · angle).
+    layout: "twice" for cos and sin of `cat((angle, angle), -1)`, "by axis" for that of each axis of an image in turn,
+        "repeated" for `angle.repeat_interleave(2, -1)`, "once" for one number per pair, "complex" for exp(i · angle).
+    cases: (shape of queries without features, shape of angles, arguments after them) of the calls in a modeling file.
     """
 
     parameters: tuple[str, ...]
     layout: str
+    cases: tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]], ...]
 
 
+_FEATURES = 8
+# Query heads, key heads, batch rows and positions in a case.
+_H, _K, _B, _S = 4, 2, 2, 5
+_BY_HEAD, _BY_POSITION = (_B, _H, _S), (_B, _S, _H)
+# In towers, angles have no batch rows, or neither have.
+_ORDERED = (
+    (_BY_HEAD, (_B, _S), (1,)),
+    (_BY_POSITION, (_B, _S), (2,)),
+    (_BY_HEAD, (_S,), (0,)),
+    (_BY_POSITION, (_S,), (1,)),
+    ((_S, _H), (_S,), (1,)),
+)
+_UNORDERED = ((_BY_HEAD, (_B, _S), ()),)
 _PAIR, _SINGLE = ("q", "k", "cos", "sin", "unsqueeze_dim"), ("x", "cos", "sin", "unsqueeze_dim")
 _CALLS = {
-    "halves": _Call(_PAIR, "twice"),
-    "halves_once": _Call(_PAIR, "once"),
-    "halves_single": _Call(_SINGLE, "twice"),
-    "neighbors": _Call(_PAIR, "twice"),
-    "neighbors_repeated": _Call(_PAIR, "repeated"),
-    "complex": _Call(("xq", "xk", "freqs_cis"), "complex"),
+    "halves": _Call(_PAIR, "twice", _ORDERED),
+    "halves_once": _Call(_PAIR, "once", _ORDERED),
+    "halves_single": _Call(_SINGLE, "twice", _ORDERED),
+    "neighbors": _Call(_PAIR, "twice", _ORDERED),
+    "neighbors_repeated": _Call(_PAIR, "repeated", _ORDERED),
+    "complex": _Call(("xq", "xk", "freqs_cis"), "complex", ((_BY_POSITION, (_B, _S), ()),)),
+    "halves_of_patches": _Call(
+        ("q", "k", "cos", "sin"),
+        "twice",
+        (((_S, _H), (_S,), ()), (_BY_POSITION, (_B, _S), ()), (_BY_POSITION, (_S,), ())),
+    ),
+    "halves_by_axis": _Call(
+        ("x", "cos", "sin", "position_ids", "unsqueeze_dim"),
+        "by axis",
+        ((_BY_POSITION, (_B, _S), (torch.zeros(_B, _S, 2, dtype=torch.long),)),),
+    ),
+    "complex_of_patches": _Call(("query", "key", "freqs_ci"), "complex", ((_BY_POSITION, (_S, 1), ()),)),
 }
-_FEATURES = 8
 
 
 def rotations_of(cls: type[nn.Module]) -> tuple[str, ...]:
@@ -48,7 +73,7 @@ def rotations_of(cls: type[nn.Module]) -> tuple[str, ...]:
     function = inspect.unwrap(cls.forward)
     if not isinstance(function, FunctionType):
         return ()
-    names = (name for name in function.__code__.co_names if name.startswith("apply_") and "rotary" in name)
+    names = (name for name in function.__code__.co_names if "apply_" in name and ("rotary" in name or "rope" in name))
     return tuple(name for name in names if callable(function.__globals__.get(name)))
 
 
@@ -60,14 +85,15 @@ def prove_rope(module: nn.Module, names: tuple[str, ...], model: Any) -> Rope:
     """
     cls: Any = original_class(module)
     function: Any = inspect.unwrap(cls.forward)
-    # Others, such as the indexers of sparse attention and towers for images, rotate tensors of other shapes.
-    if "Attention" not in cls.__name__ or type(getattr(module, "config", None)) is not _text_config(model):
-        raise NotEqual("is no attention of the text model")
+    config = getattr(module, "config", None)
+    # Others, such as the indexers of sparse attention, rotate tensors of other shapes.
+    if "Attention" not in cls.__name__ or config is None:
+        raise NotEqual("is no attention with a configuration")
     if function is not cls.forward:
         raise NotEqual("has a forward inside of a decorator")
     if any(i.argval in names and i.opname != "LOAD_GLOBAL" for i in dis.get_instructions(function)):
         raise NotEqual(f"uses {' and '.join(names)} for something else than calls")
-    layouts = _layouts(model)
+    layouts = _layouts(model, type(config))
     rotations = []
     for name in names:
         original = function.__globals__[name]
@@ -84,21 +110,23 @@ def prove_rope(module: nn.Module, names: tuple[str, ...], model: Any) -> Rope:
 
 
 def _rotates_as(original: Callable[..., Any], kind: str) -> bool:
-    """Whether `original` is the rotation `kind`: in both orders of axes, and of a part of a head if it takes one."""
+    """Whether `original` is the rotation `kind` in all its cases, and of a part of a head if it takes one."""
     call, ours = _CALLS[kind], ROTATIONS[kind]
     signature = inspect.signature(original).parameters
     parameters = tuple(signature)
-    ordered = "unsqueeze_dim" in parameters
-    if parameters not in (call.parameters, call.parameters[:-1]) or (
-        ordered and signature["unsqueeze_dim"].default != 1
-    ):
+    if parameters not in (call.parameters, call.parameters[:-1]):
+        return False
+    cases = call.cases
+    if cases is _ORDERED and parameters != call.parameters:
+        cases = _UNORDERED
+    elif cases is _ORDERED and signature["unsqueeze_dim"].default != 1:
         return False
     random = seeded()
-    axes = (1, 2) if ordered else (2,) if call.layout == "complex" else (1,)
-    for axis, rotated in product(axes, (_FEATURES, _FEATURES // 2)):
-        shapes = [(2, n, 5, _FEATURES) if axis == 1 else (2, 5, n, _FEATURES) for n in (4, 2)]
-        tensors = [torch.randn(shape, generator=random) for shape in shapes[: 1 if "x" in parameters else 2]]
-        rest = (*_angles(call.layout, rotated, random), *([axis] if ordered else []))
+    for (shape, angles, more), rotated in product(cases, (_FEATURES, _FEATURES // 2)):
+        keys = tuple(_K if size == _H else size for size in shape)
+        shapes = [(*shape, _FEATURES)] if parameters[0] == "x" else [(*shape, _FEATURES), (*keys, _FEATURES)]
+        tensors = [torch.randn(shape, generator=random) for shape in shapes]
+        rest = (*_angles(call.layout, angles, rotated, random), *more)
         if not _gives_shapes_of(original, tensors, rest):
             if rotated == _FEATURES:
                 return False
@@ -130,45 +158,56 @@ def _gives_shapes_of(original: Callable[..., Any], tensors: list[Tensor], rest: 
     return [y.shape for y in outputs] == [x.shape for x in tensors]
 
 
-def _angles(layout: str, width: int, random: torch.Generator) -> tuple[Tensor, ...]:
-    """cos and sin for `width` features of [2, 5] tokens, or one complex tensor."""
-    angle = torch.randn(2, 5, width // 2, generator=random)
+def _angles(layout: str, shape: tuple[int, ...], width: int, random: torch.Generator) -> tuple[Tensor, ...]:
+    """cos and sin for `width` features of tokens of a shape, or one complex tensor."""
+    angle = torch.randn(*shape, width // 2, generator=random)
     if layout == "complex":
         return (torch.polar(torch.ones_like(angle), angle),)
     if layout == "twice":
         angle = torch.cat((angle, angle), -1)
+    if layout == "by axis":
+        angle = torch.cat([torch.cat((part, part), -1) for part in angle.chunk(2, -1)], -1)
     if layout == "repeated":
         angle = angle.repeat_interleave(2, -1)
     return angle.cos(), angle.sin()
 
 
-def _text_config(model: Any) -> type:
-    """The configuration's class of the part that makes text, by which its modules are told from those of towers."""
-    return type(model.config.get_text_config())
+def _layouts(model: nn.Module, config: type) -> set[str]:
+    """The layouts in which the rotary modules of a part of the model give angles, told by its configuration's class.
 
-
-def _layouts(model: nn.Module) -> set[str]:
-    """The layouts in which the model's rotary modules give angles, of which `rope` reads one where they come twice.
-
-    A module that is made anew from its configuration says so without the buffers of the model, which may be on meta.
+    `rope` reads one angle where they come twice. A module that is made anew from its configuration says so without the
+    buffers of the model, which may be on meta.
     """
     layouts: set[str] = set()
     for module in model.modules():
         cls: Any = original_class(module)
-        if "Rotary" not in cls.__name__ or type(getattr(module, "config", None)) is not _text_config(model):
+        if "Rotary" not in cls.__name__ or type(getattr(module, "config", None)) is not config:
             continue
         if any(True for _ in module.parameters()):
             return set()  # The operator has no gradient for angles.
+        parameters = inspect.signature(cls.forward).parameters
         kinds = getattr(module, "layer_types", None) or getattr(module.config, "layer_types", None) or ()
-        by_kind = "layer_type" in inspect.signature(cls.forward).parameters
+        by_kind = "layer_type" in parameters
         for named in [{"layer_type": kind} for kind in dict.fromkeys(kinds)] if by_kind else [{}]:
             try:
-                angles = cls(config=module.config)(torch.zeros(1, 3, WIDTH), torch.arange(3)[None], **named)
+                layouts.add(_layout_of(_angles_given(cls(config=module.config), len(parameters) > 2, named)))
             except Exception:
                 # Foreign code, on input that it may not expect: then the layout is not known.
                 return set()
-            layouts.add(_layout_of(angles))
     return layouts
+
+
+def _angles_given(rotary: Any, by_positions: bool, named: dict[str, str]) -> Any:
+    """What a rotary module gives for three tokens, or for three patches of an image."""
+    x = torch.zeros(1, 3, WIDTH)
+    if not by_positions:
+        return rotary(x, **named)
+    if getattr(rotary, "rope_type", None) != "axial":
+        return rotary(x, torch.arange(3)[None], **named)
+    # Row and column. Some towers have batch rows; others take the positions of one for something else.
+    patches = torch.tensor([[0, 2], [1, 0], [3, 1]])
+    given = rotary(x, patches[None], **named)
+    return given if given[0].shape[:-1] == (1, 3) else rotary(x, patches, **named)
 
 
 def _layout_of(angles: Any) -> str:
@@ -176,8 +215,14 @@ def _layout_of(angles: Any) -> str:
         return "complex"
     if not (isinstance(angles, tuple) and len(angles) == 2):
         return "unknown"
-    if all(torch.equal(*table.chunk(2, -1)) for table in angles):
+    if all(_comes_twice(table) for table in angles):
         return "twice"
     if all(torch.equal(table[..., ::2], table[..., 1::2]) for table in angles):
         return "repeated"
+    if all(table.shape[-1] % 4 == 0 and all(map(_comes_twice, table.chunk(2, -1))) for table in angles):
+        return "by axis"
     return "once"
+
+
+def _comes_twice(table: Tensor) -> bool:
+    return torch.equal(*table.chunk(2, -1))

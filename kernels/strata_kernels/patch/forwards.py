@@ -121,36 +121,59 @@ def with_rope(original: Forward, rotation: Rope) -> Forward:
 
 
 def _halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    return _rotate(q, k, cos, sin, layout=_layout(unsqueeze_dim))
+    return _rotate(q, k, cos, sin, layout=_layout(q, cos, unsqueeze_dim))
 
 
 def _halves_once(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """As above; cos and sin come once per pair."""
-    return _rotate(q, k, cos, sin, layout=_layout(unsqueeze_dim), rotary_dim=2 * cos.shape[-1])
+    return _rotate(q, k, cos, sin, layout=_layout(q, cos, unsqueeze_dim), rotary_dim=2 * cos.shape[-1])
 
 
 def _halves_single(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
     """As `_halves`, for queries or keys alone."""
-    return _rotate_one(x, cos, sin, layout=_layout(unsqueeze_dim))
+    return _rotate_one(x, cos, sin, layout=_layout(x, cos, unsqueeze_dim))
+
+
+def _halves_of_patches(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_halves`; heads come after positions, with or without batch rows (towers)."""
+    return _rotate(q, k, cos, sin, layout=_layout(q, cos, -2))
+
+
+def _halves_by_axis(x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor, unsqueeze_dim: int = 2) -> Tensor:
+    """Each axis of an image rotates an equal part of a head, [B, S, H, D], as `_halves` does a head (Gemma 4's tower).
+
+    With parts as batch rows, all of them take one launch, and no copy where positions of all batch rows lie in a row.
+    """
+    assert unsqueeze_dim == 2, unsqueeze_dim
+    batch, n_s, heads, features = x.shape
+    n_axes = position_ids.shape[-1]
+    parts = x.reshape(batch * n_s, heads, n_axes, features // n_axes).permute(2, 0, 1, 3)
+    cos, sin = (table.reshape(-1, n_axes, table.shape[-1] // n_axes).transpose(0, 1) for table in (cos, sin))
+    return _rotate_one(parts, cos, sin, layout="bshd").permute(1, 2, 0, 3).reshape(x.shape)
 
 
 def _neighbors(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """Neighboring features are a pair; cos and sin come with the angles once in each half."""
-    width = cos.shape[-1]
+    width, layout = cos.shape[-1], _layout(q, cos, unsqueeze_dim)
     cos, sin = cos[..., : width // 2], sin[..., : width // 2]
-    return _rotate(q, k, cos, sin, layout=_layout(unsqueeze_dim), rotary_dim=width, interleaved=True)
+    return _rotate(q, k, cos, sin, layout=layout, rotary_dim=width, interleaved=True)
 
 
 def _neighbors_repeated(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Neighboring features are a pair; cos and sin come with each angle twice in a row."""
-    return _rotate(q, k, cos, sin, layout=_layout(unsqueeze_dim), interleaved=True)
+    return _rotate(q, k, cos, sin, layout=_layout(q, cos, unsqueeze_dim), interleaved=True)
 
 
 def _complex(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
     """Neighboring features are the parts of a complex number; the angles come as such numbers."""
     return _rotate(xq, xk, freqs_cis, layout="bshd", interleaved=True)
+
+
+def _complex_of_patches(query: Tensor, key: Tensor, freqs_ci: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_complex`, with angles [S, 1, P] for all batch rows (Llama 4's tower)."""
+    return _complex(query, key, freqs_ci.flatten(1).to(query.device))
 
 
 def _rotate(q: Tensor, k: Tensor, *angles: Tensor, layout: Layout, **options: Any) -> tuple[Tensor, Tensor]:
@@ -162,14 +185,22 @@ def _rotate(q: Tensor, k: Tensor, *angles: Tensor, layout: Layout, **options: An
 
 
 def _rotate_one(x: Tensor, *angles: Tensor, layout: Layout, **options: Any) -> Tensor:
-    no_heads = x[:, :0] if layout == "bhsd" else x[:, :, :0]
+    no_heads = x[:, :0] if layout == "bhsd" else x[..., :0, :]
     return rope(x, no_heads, *angles, layout=layout, **options)[0]
 
 
-def _layout(unsqueeze_dim: int) -> Layout:
-    """The order of axes where cos and sin, [B, S, R], get an axis at `unsqueeze_dim`; [S, R] at 0 (Pixtral)."""
-    layouts: dict[int, Layout] = {0: "bhsd", 1: "bhsd", 2: "bshd", -2: "bshd", -3: "bhsd"}
-    return layouts[unsqueeze_dim]
+def _layout(x: Tensor, cos: Tensor, unsqueeze_dim: int) -> Layout:
+    """The order of axes of queries x, whose heads are where cos, [B, S, R] or [S, R], gets an axis at `unsqueeze_dim`.
+
+    Axes of cos with the new one are those of x, counted from the last.
+    """
+    axes = cos.dim() + 1
+    place = axes - unsqueeze_dim % axes
+    if place == 2:
+        return "bshd" if x.dim() == 4 else "thd"
+    # At 4, batch rows of angles, of which there is one, stand where the heads are.
+    assert place == 3 or cos.shape[0] == 1, (cos.shape, unsqueeze_dim)
+    return "bhsd"
 
 
 # The rotations of transformers' families, with the parameters that the families give them.
@@ -177,9 +208,12 @@ ROTATIONS: dict[str, Callable[..., Any]] = {
     "halves": _halves,
     "halves_once": _halves_once,
     "halves_single": _halves_single,
+    "halves_of_patches": _halves_of_patches,
+    "halves_by_axis": _halves_by_axis,
     "neighbors": _neighbors,
     "neighbors_repeated": _neighbors_repeated,
     "complex": _complex,
+    "complex_of_patches": _complex_of_patches,
 }
 
 
@@ -243,8 +277,25 @@ def causal_lm_forward(original: Forward, recipe: Head) -> Forward:
         computed["loss"] = loss.to_local().clone() if sharded else loss
         return output(**computed, **{name: getattr(outputs, name, None) for name in fields})
 
-    patched: Forward = wraps(original)(can_return_tuple(forward))
+    patched: Forward = wraps(original)(_as_decorated(original, can_return_tuple(forward)))
     return patched
+
+
+def _as_decorated(original: Forward, forward: Forward) -> Forward:
+    """`forward`, inside of the decorator that takes arguments from the configuration where `original` is inside of it.
+
+    Towers are told in them which of their layers to give (LLaVA).
+    """
+    decorate = import_module("transformers.utils.generic").merge_with_config_defaults
+    # Each use of the decorator makes a function of its own, all with one code.
+    code = decorate(forward).__code__
+    function: Any = original
+    while function is not None:
+        if getattr(function, "__code__", None) is code:
+            decorated: Forward = decorate(forward)
+            return decorated
+        function = getattr(function, "__wrapped__", None)
+    return forward
 
 
 def _scaled(x: Tensor, config: Any, recipe: Head) -> Tensor:

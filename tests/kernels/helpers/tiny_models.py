@@ -33,6 +33,7 @@ OWN: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": _PARTLY_ROTATED,
     "glm4v_text": _PARTLY_ROTATED,
     "granite": {"logits_scaling": 3.0},
+    "llama4_vision_model": {"intermediate_size": 128},
     "qwen2_5_vl_text": {"rope_parameters": _SECTIONS},
     "qwen2_vl_text": {"rope_parameters": _SECTIONS},
 }  # fmt: skip
