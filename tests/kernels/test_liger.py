@@ -48,13 +48,20 @@ def test_every_name_is_there() -> None:
 
 
 @pytest.mark.usefixtures("liger_kernel")
+def test_modules_are_attributes() -> None:
+    import liger_kernel
+
+    assert liger_kernel.functional.rms_norm and liger_kernel.transformers.functional.liger_rms_norm
+
+
+@pytest.mark.usefixtures("liger_kernel")
 @pytest.mark.parametrize(
     ("statement", "hint"),
     [
         ("from liger_kernel.transformers import LigerMHC", "LigerMHC; use PyTorch"),
         ("import liger_kernel.megatron", "liger_kernel.megatron; use strata_kernels"),
         ("from liger_kernel.ops.rms_norm import rms_norm_forward", "rms_norm_forward; use `apply`"),
-        ("from liger_kernel.transformers.model.llama import lce_forward", "model; use strata_kernels.patch_model"),
+        ("from liger_kernel.transformers.model.llama import lce_forward", "llama; use strata_kernels.patch_model"),
         ("from liger_kernel import set_impl", "set_impl; use the one implementation"),
     ],
 )

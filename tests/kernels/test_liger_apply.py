@@ -1,6 +1,7 @@
 """Liger's functions that patch models: of a model, of models that are built later, and as trainers call them."""
 
 import copy
+import functools
 import inspect
 import logging
 
@@ -9,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from strata_kernels import unpatch_model
 from strata_kernels.compat import liger
@@ -186,6 +188,88 @@ def test_as_axolotl_calls_it() -> None:
     known = inspect.signature(function).parameters
     function(**{name: value for name, value in configured.items() if name in known})
     assert fused(build()) == ALL - {"LlamaMLP"}
+
+
+def test_as_axolotl_calls_it_with_torch_compile_and_token_scaling(caplog) -> None:
+    """It replaces functions of Liger's modules; those that would change a model are told of."""
+    import liger_kernel.ops.fused_linear_cross_entropy as ops
+    from liger_kernel.transformers import functional
+
+    for name in ("fused_linear_cross_entropy_forward", "fused_linear_cross_entropy_backward"):
+        setattr(ops, name, torch.compiler.disable(getattr(ops, name)))
+    caplog.clear()
+    scaled = functools.partial(functional.liger_fused_linear_cross_entropy, use_token_scaling=True)
+    functional.liger_fused_linear_cross_entropy = scaled
+    assert "functional.liger_fused_linear_cross_entropy was replaced; models that Strata" in caplog.text
+    assert functional.liger_fused_linear_cross_entropy is scaled
+
+
+def test_as_ms_swift_calls_it() -> None:
+    """It wraps the loss, and hands the model to transformers' trainer."""
+    from liger_kernel.transformers.model import loss_utils
+
+    loss = loss_utils.LigerForCausalLMLoss
+    loss_utils.LigerForCausalLMLoss = lambda hidden, *args, **kwargs: loss(hidden.contiguous(), *args, **kwargs)
+
+
+@pytest.mark.parametrize("items", [None, 9])
+def test_the_loss_of_a_forward_of_ones_own(items) -> None:
+    from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss
+
+    model, given = build(), batch()
+    hidden = model.model(given["input_ids"]).last_hidden_state.detach().requires_grad_()
+    # A model's forward passes on what it got.
+    further = {"num_items_in_batch": items, "cu_seq_lens_q": None}
+    loss = LigerForCausalLMLoss(hidden, model.lm_head.weight, given["labels"], hidden.shape[-1], **further)
+    expected = ForCausalLMLoss(model.lm_head(hidden), given["labels"], 67, **further)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(value, hidden) for value in (loss, expected)))
+    shifted = {"labels": None, "shift_labels": torch.nn.functional.pad(given["labels"][:, 1:], (0, 1), value=-100)}
+    with_accuracy = LigerForCausalLMLoss(
+        hidden, model.lm_head.weight, hidden_size=hidden.shape[-1], return_token_accuracy=True, **shifted, **further
+    )
+    torch.testing.assert_close(with_accuracy.loss, expected)
+    assert 0 <= with_accuracy.token_accuracy <= 1
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_the_functions_around_the_fused_head(with_bias) -> None:
+    from liger_kernel.ops import fused_linear_cross_entropy as ops
+
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((6, 8), (11, 8), (11,)))
+    target = torch.tensor([1, 4, -100, 10, 0, 7])
+    given = (x, weight, *([bias] if with_bias else []))
+    loss, _, _, tokens, *grads = ops.fused_linear_cross_entropy_forward(
+        x, weight, target, bias=bias if with_bias else None, return_predicted_tokens=True
+    )
+    learning = [t.clone().requires_grad_() for t in given]
+    logits = torch.nn.functional.linear(*learning)
+    expected = torch.nn.functional.cross_entropy(logits, target)
+    expected_grads = torch.autograd.grad(3 * expected, learning)
+    torch.testing.assert_close(loss, expected.detach())
+    assert torch.equal(tokens[target >= 0], logits.argmax(-1)[target >= 0])
+    found = ops.fused_linear_cross_entropy_backward(torch.tensor(3.0), *grads)
+    torch.testing.assert_close(found[: len(given)], expected_grads)
+    assert len(found) == 3 and (with_bias or found[2] is None)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_call_inside_of_fsdps_forward() -> None:
+    from liger_kernel.transformers.fsdp import _FSDPForwardRedirection
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        head = nn.Linear(4, 3)
+        wrapped, x = FullyShardedDataParallel(copy.deepcopy(head), device_id=torch.device("cpu")), torch.ones(2, 4)
+        call = _FSDPForwardRedirection()
+        torch.testing.assert_close(call(wrapped, lambda y: 2 * wrapped.module(y), x), 2 * head(x))
+        with pytest.raises(ZeroDivisionError):
+            call(wrapped, lambda y: 1 / 0, x)
+        torch.testing.assert_close(wrapped(x), head(x))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 class Rows(torch.utils.data.Dataset):

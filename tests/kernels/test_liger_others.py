@@ -272,6 +272,9 @@ def test_policies_of_single_tokens_and_wrong_options() -> None:
     losses, kl, clipped = policies.triton_grpo_loss(logits, None, None, IDS, ADVANTAGES, MASK, beta=0.0)
     torch.testing.assert_close(losses, -ADVANTAGES[:, None].expand(B, T) * MASK)
     assert kl is None and not clipped.any()
+    # Only sapo looks at its temperatures.
+    apply = policies.LigerFusedLinearGRPOFunction.apply
+    apply(X, rand(V, H, seed=1), IDS, MASK, ADVANTAGES, use_ref_model=False, sapo_temperature_neg=0.0)
     # As TRL's: the mean over all positions, weighed by the lengths of the answers.
     luspo = policies.triton_grpo_loss(
         logits, None, None, IDS, ADVANTAGES, MASK, beta=0.0, loss_type="luspo", reduce=True
@@ -281,10 +284,13 @@ def test_policies_of_single_tokens_and_wrong_options() -> None:
         ({"loss_type": "cispo", "importance_sampling_level": "sequence"}, "not supported for loss_type='cispo'"),
         ({"loss_type": "ppo"}, "Unknown loss type: ppo"),
         ({"importance_sampling_level": "batch"}, "Possible values are"),
-        ({"loss_type": "sapo", "delta": 2.0}, "delta"),
-        ({"sapo_temperature_pos": 0.0}, "must be positive"),
+        *(({"loss_type": kind, "delta": 2.0}, f"delta .* loss_type='{kind}'") for kind in ("cispo", "sapo", "vespo")),
+        ({"loss_type": "sapo", "sapo_temperature_pos": 0.0}, "must be positive"),
     ):
         with pytest.raises(ValueError, match=message):
             policies.triton_grpo_loss(logits, OLD, REFERENCE, IDS, ADVANTAGES, MASK, **options)
+        module = policies.LigerFusedLinearGRPOLoss
+        with pytest.raises(ValueError, match=message):
+            module(**options)(X, rand(V, H, seed=1), IDS, MASK, ADVANTAGES, None, REFERENCE, OLD)
     with pytest.raises(ValueError, match="delta must be positive"):
-        policies.LigerFusedLinearGRPOLoss(delta=0.0)
+        module(delta=0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,20 +35,47 @@ def _output(losses: tuple[Any, ...]) -> Tensor | CrossEntropyOutput:
     return loss if all(other is None for other in losses[1:]) else CrossEntropyOutput(*losses)
 
 
-def _mean_of(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """The divisor of a mean over the targets that count, 1 if none does: Liger's mean over nothing is 0, not NaN."""
+def _losses(
+    operators: tuple[Callable[..., Tensor], Callable[..., Any]],
+    tensors: tuple[Tensor, ...],
+    options: dict[str, Any],
+    class_weight: Tensor | None,
+    z_loss_scale: float,
+    *,
+    z_loss: bool,
+    token_accuracy: bool,
+    predicted_tokens: bool,
+) -> Losses:
+    """The losses by an operator and its form with predictions.
+
+    tensors: the operators' first arguments, of which the target is the last.
+    """
+    target, ignore_index, reduction = tensors[-1], options["ignore_index"], options["reduction"]
+    if reduction == "mean":
+        options["num_items"] = _divisor(target, class_weight, ignore_index)
+    operator, with_predictions = operators
+    predictions, accuracy, found = None, None, None
+    if token_accuracy or predicted_tokens:
+        loss, predictions, _ = with_predictions(*tensors, z_loss=z_loss_scale, **options)
+    else:
+        loss = operator(*tensors, z_loss=z_loss_scale, **options)
+    if z_loss:
+        with torch.no_grad():
+            found = (loss - operator(*tensors, **options)).to(tensors[0].dtype)
+    if token_accuracy:
+        counted = target != ignore_index
+        right = ((predictions == target) & counted).float()
+        accuracy = right if reduction == "none" else right.sum() / counted.sum()
+    return loss, found, accuracy, predictions if predicted_tokens else None
+
+
+def _divisor(target: Tensor, class_weight: Tensor | None, ignore_index: int) -> Tensor:
+    """Of a mean over the targets that count, 1 if none does: Liger's mean over nothing is 0, not NaN."""
     counted = target != ignore_index
-    if weight is None:
+    if class_weight is None:
         return counted.sum().clamp(min=1)
-    total = (weight.float()[target.where(counted, 0)] * counted).sum()
+    total = (class_weight.float()[target.where(counted, 0)] * counted).sum()
     return torch.where(counted.any(), total, 1.0)
-
-
-def _accuracy(predictions: Tensor | None, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    assert predictions is not None
-    counted = target != ignore_index
-    right = ((predictions == target) & counted).float()
-    return right if reduction == "none" else right.sum() / counted.sum()
 
 
 class LigerCrossEntropyFunction:
@@ -68,28 +96,15 @@ class LigerCrossEntropyFunction:
         return_predicted_tokens: bool = False,
     ) -> Losses:
         """_input: [..., V], target: [...] → the loss in the dtype of _input, z-loss, accuracy and predictions."""
-        items = _mean_of(target, weight, ignore_index) if reduction == "mean" else None
-        options: dict[str, Any] = {
+        options = {
             "weight": weight, "ignore_index": ignore_index, "softcap": softcap, "reduction": reduction,
-            "num_items": items,
+            "label_smoothing": label_smoothing,
         }  # fmt: skip
-        predictions = None
-        if return_token_accuracy or return_predicted_tokens:
-            loss, predictions, _ = cross_entropy_with_predictions(
-                _input, target, z_loss=lse_square_scale, label_smoothing=label_smoothing, **options
-            )
-        else:
-            loss = cross_entropy(_input, target, z_loss=lse_square_scale, label_smoothing=label_smoothing, **options)
-        z_loss = None
-        if return_z_loss:
-            with torch.no_grad():
-                z_loss = loss.detach() - cross_entropy(_input, target, label_smoothing=label_smoothing, **options)
-        return (
-            loss.to(_input.dtype),
-            None if z_loss is None else z_loss.to(_input.dtype),
-            _accuracy(predictions, target, ignore_index, reduction) if return_token_accuracy else None,
-            predictions if return_predicted_tokens else None,
-        )
+        loss, z_loss, accuracy, predictions = _losses(
+            (cross_entropy, cross_entropy_with_predictions), (_input, target), options, weight, lse_square_scale,
+            z_loss=return_z_loss, token_accuracy=return_token_accuracy, predicted_tokens=return_predicted_tokens,
+        )  # fmt: skip
+        return loss.to(_input.dtype), z_loss, accuracy, predictions
 
 
 class LigerFusedLinearCrossEntropyFunction:
@@ -118,33 +133,16 @@ class LigerFusedLinearCrossEntropyFunction:
     ) -> Losses:
         """_input: [..., H], weight: [V, H], target: [...] → the loss in fp32, z-loss, accuracy and predictions."""
         options: dict[str, Any] = {"bias": bias, "ignore_index": ignore_index, "softcap": softcap}
-        row_weight = None
+        tensors = (_input, weight, target)
         if use_token_scaling:
             with torch.no_grad():
-                nll = linear_cross_entropy(_input, weight, target, reduction="none", **options)
-                row_weight = (-nll).exp()
-        options |= {
-            "class_weight": ce_weight, "reduction": reduction, "row_weight": row_weight,
-            "label_smoothing": label_smoothing,
-            "num_items": _mean_of(target, ce_weight, ignore_index) if reduction == "mean" else None,
-        }  # fmt: skip
-        predictions = None
-        if return_token_accuracy or return_predicted_tokens:
-            loss, predictions, _ = linear_cross_entropy_with_predictions(
-                _input, weight, target, z_loss=lse_square_scale, **options
-            )
-        else:
-            loss = linear_cross_entropy(_input, weight, target, z_loss=lse_square_scale, **options)
-        z_loss = None
-        if return_z_loss:
-            with torch.no_grad():
-                z_loss = loss.detach() - linear_cross_entropy(_input, weight, target, **options)
-        return (
-            loss,
-            None if z_loss is None else z_loss.to(_input.dtype),
-            _accuracy(predictions, target, ignore_index, reduction) if return_token_accuracy else None,
-            predictions if return_predicted_tokens else None,
-        )
+                options["row_weight"] = (-linear_cross_entropy(*tensors, reduction="none", **options)).exp()
+        options |= {"class_weight": ce_weight, "label_smoothing": label_smoothing, "reduction": reduction}
+        return _losses(
+            (linear_cross_entropy, linear_cross_entropy_with_predictions), tensors, options, ce_weight,
+            lse_square_scale, z_loss=return_z_loss, token_accuracy=return_token_accuracy,
+            predicted_tokens=return_predicted_tokens,
+        )  # fmt: skip
 
 
 def liger_cross_entropy(

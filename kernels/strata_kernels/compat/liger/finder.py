@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 from .surface import PROVIDED, VERSION, instead_of
 
 NAME = "liger_kernel"
+_log = logging.getLogger(__name__)
 
 
 class Finder(DistributionFinder, Loader):
@@ -41,7 +43,7 @@ class Finder(DistributionFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """An empty module; names come when they are asked for."""
-        return ModuleType(spec.name)
+        return _Module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         """Give the module its names."""
@@ -51,8 +53,11 @@ class Finder(DistributionFinder, Loader):
         def get(name: str) -> Any:
             if name in names:
                 value = getattr(import_module(f"{__package__}.{names[name]}"), name)
-                setattr(module, name, value)
+                vars(module)[name] = value
                 return value
+            if f"{path}.{name}".lstrip(".") in PROVIDED:
+                # Liger's packages import their modules.
+                return import_module(f"{module.__name__}.{name}")
             if instead := instead_of(f"{path}.{name}".lstrip(".")):
                 raise _not_provided(f"{module.__name__}.{name}", instead)
             raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
@@ -65,6 +70,13 @@ class Finder(DistributionFinder, Loader):
         """The metadata of liger-kernel, if it is asked for."""
         if context.name is None or re.sub(r"[-_.]+", "_", context.name).lower() == NAME:
             yield _Metadata()
+
+
+class _Module(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in PROVIDED[self.__name__.partition(".")[2]]:
+            _log.warning("%s.%s was replaced; models that Strata patches do not call it", self.__name__, name)
 
 
 class _Metadata(Distribution):

@@ -38,8 +38,7 @@ class _Policy:
     num_items_in_batch: int | Tensor | None = None
     gamma: _Gamma = field(default=(2.0, 3.0, 3.0, 2.0))
 
-    def check(self) -> None:
-        """Raise ValueError for options that do not fit."""
+    def __post_init__(self) -> None:
         if self.loss_type not in (*_OF_TOKENS, "cispo", "sapo", "vespo"):
             raise ValueError(f"Unknown loss type: {self.loss_type}")
         if self.importance_sampling_level not in ("token", "sequence"):
@@ -52,10 +51,15 @@ class _Policy:
                 f"Sequence-level importance sampling is not supported for loss_type='{self.loss_type}'. Use "
                 "importance_sampling_level='token' instead."
             )
-        if min(self.sapo_temperatures) <= 0:
+        if self.loss_type == "sapo" and min(self.sapo_temperatures) <= 0:
             raise ValueError(f"sapo_temperature must be positive, got {self.sapo_temperatures}")
         if self.delta is not None and self.delta <= 0:
             raise ValueError(f"delta must be positive, got {self.delta}")
+        if self.delta is not None and self.loss_type not in _OF_TOKENS:
+            raise ValueError(
+                f"delta (two-sided clipping) is not supported for loss_type='{self.loss_type}', which does not clip "
+                "on two sides; leave it out"
+            )
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,6 @@ def _terms(
     sampling: Tensor | None, policy: _Policy,
 ) -> _Terms:  # fmt: skip
     """Of log_probs [B, T]; sampling: [B, 1] or [B, T]."""
-    policy.check()
     old = log_probs.detach() if old is None else old.float()
     log_ratio = log_probs - old
     by_answer = policy.importance_sampling_level == "sequence"
@@ -105,8 +108,7 @@ def _terms(
         found = policy_losses(
             given.flatten(), advantages, answers.flatten(), loss=kind, old_log_probs=before.flatten(),
             epsilon_low=policy.epsilon_low, epsilon_high=policy.epsilon_high,
-            delta=policy.delta if kind == "grpo" else None,
-            sapo_temperatures=policy.sapo_temperatures,
+            delta=policy.delta, sapo_temperatures=policy.sapo_temperatures,
         )  # fmt: skip
         loss, clipped = found.loss.view(log_probs.shape), found.clipped.view(log_probs.shape)
         loss = loss if sampling is None else loss * sampling
@@ -190,7 +192,6 @@ class LigerFusedLinearGRPOFunction:
             (sapo_temperature_pos, sapo_temperature_neg), delta, use_bias_correction_kl, max_completion_length,
             num_items_in_batch, (vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg),
         )  # fmt: skip
-        policy.check()
         mask = attention_mask.float()
         # Only luspo looks at tokens that the mask leaves out.
         target = selected_token_ids if loss_type == "luspo" else selected_token_ids.where(attention_mask.bool(), -100)
@@ -273,9 +274,6 @@ def triton_grpo_loss(
         delta, use_bias_correction_kl, max_completion_length or completion_ids.shape[1], num_items_in_batch,
         (vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg),
     )  # fmt: skip
-    policy.check()
-    if delta is not None and loss_type in ("cispo", "sapo", "vespo"):
-        raise ValueError(f"delta (two-sided clipping) is not supported for loss_type='{loss_type}'.")
     log_probs = selective_log_softmax(logits[:, :-1], completion_ids, temperature=temperature)
     mask = torch.ones_like(log_probs) if completion_mask is None else completion_mask.float()
     sampling = _sampling(vllm_is_ratio, mask.shape)

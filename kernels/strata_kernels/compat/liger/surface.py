@@ -76,8 +76,8 @@ _MODULES = {
     },
     "distributions": {"softmax": "LigerSoftmax", "sparsemax": "LigerSparsemax"},
     "cross_entropies": {
-        "cross_entropy": "LigerCrossEntropyLoss",
-        "fused_linear_cross_entropy": "LigerFusedLinearCrossEntropyLoss",
+        "cross_entropy": "CrossEntropyOutput LigerCrossEntropyLoss",
+        "fused_linear_cross_entropy": "CrossEntropyOutput LigerFusedLinearCrossEntropyLoss",
     },
     "divergences": {
         "fused_ce_tvd": "LigerFusedCETVDLoss",
@@ -175,8 +175,16 @@ PROVIDED: dict[str, dict[str, str]] = {
     ),
     "ops": _all(_OPS),
     **_each("ops", _OPS),
+    # axolotl wraps these functions.
+    "ops.fused_linear_cross_entropy": _names(
+        ("cross_entropies", _OPS["cross_entropies"]["fused_linear_cross_entropy"]),
+        ("causal_loss", "fused_linear_cross_entropy_backward fused_linear_cross_entropy_forward"),
+    ),
     "chunked_loss": {name: at for name, at in _all(_CHUNKED_LOSSES).items() if name.endswith("Loss")},
-    "chunked_loss.functional": _LIGER_FUNCTIONS,
+    "chunked_loss.functional": {
+        **_LIGER_FUNCTIONS,
+        **{name: at for name, at in _all(_CHUNKED_LOSSES).items() if name.endswith("Function")},
+    },
     **_each("chunked_loss", _CHUNKED_LOSSES),
     "transformers": {
         **_names(
@@ -185,13 +193,27 @@ PROVIDED: dict[str, dict[str, str]] = {
         **_all(_MODULES),
     },
     **_in_transformers(),
-    "transformers.auto_model": _names(("auto_model", "AutoLigerKernelForCausalLM")),
+    "transformers.auto_model": _names(
+        ("auto_model", "AutoLigerKernelForCausalLM"), ("apply", "MODEL_TYPE_TO_APPLY_LIGER_FN _apply_liger_kernel")
+    ),
     "transformers.monkey_patch": {
-        **_names(("apply", f"{_APPLY} MODEL_TYPE_TO_APPLY_LIGER_FN"), ("cross_entropies", "liger_cross_entropy")),
+        **_names(
+            ("apply", f"{_APPLY} MODEL_TYPE_TO_APPLY_LIGER_FN"),
+            ("cross_entropies", "liger_cross_entropy"),
+            ("device", "PEFT_AVAILABLE"),
+        ),
         **_all(_MODULES),
     },
+    "transformers.model": {},
+    "transformers.model.loss_utils": _names(
+        ("causal_loss", "LigerForCausalLMLoss fixed_fused_linear_cross_entropy unpack_cross_entropy_result"),
+        ("cross_entropies", "CrossEntropyOutput"),
+    ),
+    "transformers.fsdp": _names(("causal_loss", "_FSDPForwardRedirection")),
+    "transformers.trainer": {},
+    "transformers.trainer.orpo_trainer": _names(("causal_loss", "_FSDPForwardRedirection")),
     "transformers.trainer_integration": _names(("apply", "_apply_liger_kernel")),
-    "transformers.functional": _names(*_FUNCTIONAL.items()),
+    "transformers.functional": {**_all(_OPS), **_names(*_FUNCTIONAL.items())},
 }
 
 # What to use → names and modules of Liger that Strata has not, with their package where the name says too little.
@@ -223,11 +245,10 @@ _INSTEAD = {
     "strata_kernels.linear_cross_entropy(..., group=)": (
         "LigerVocabParallelCEFunction LigerVocabParallelCrossEntropy vocab_parallel_cross_entropy"
     ),
-    "strata_kernels.patch_model": "transformers.fsdp transformers.model",
     "strata_kernels.experts": "LigerExpertParallelFusedMoe fused_moe_kernels transformers.moe",
     "strata_kernels, its operators in Megatron's modules": "megatron",
     "apply_liger_kernel_to_llama4": "apply_liger_llama4_rope_full",
-    "trl.experimental.orpo.ORPOTrainer": "transformers.trainer LigerORPOTrainer",
+    "trl.experimental.orpo.ORPOTrainer": "LigerORPOTrainer",
     "strata_kernels.warmup, which fills Triton's own cache": "triton",
     "torch.cuda.get_device_capability": "infer_device_arch",
     "the one implementation of each operator, without a choice": (
@@ -235,8 +256,11 @@ _INSTEAD = {
         "set_impl"
     ),
     "your own, as these are helpers of Liger's kernels and tests": (
-        "clip_coef_fn compute_routing_metadata env_report gemm_swiglu get_bucket_m get_gamma_weights get_num_warps "
-        "k3_loss_fn ops.utils sapo_loss_fn swiglu_backward_dGU swiglu_backward_dI testing"
+        "BLOCK_M_TOKEN DTYPE_SUPPORT_LIST IS_TRANSFORMERS_V5_OR_LATER LOG2_E MAX_FUSED_SIZE "
+        "MIN_SUPPORTED_TRANSFORMERS_VERSION REDUCTION_LITERAL TensorDescriptor calculate_settings clip_coef_fn "
+        "compute_routing_metadata ensure_contiguous env_report gemm_swiglu get_bucket_m get_gamma_weights "
+        "get_num_warps k3_loss_fn ops.utils sapo_loss_fn silu swiglu_backward_dGU swiglu_backward_dI testing "
+        "transformer_version"
     ),
 }
 INSTEAD = {name: advice for advice, names in _INSTEAD.items() for name in names.split()}
@@ -247,6 +271,10 @@ _PARTS = ("_forward", "_backward", "_fwd", "_bwd", "_kernel", "_triton")
 def instead_of(name: str) -> str | None:
     """What to use for a name or a module of Liger that is not provided; None if Liger has no such name."""
     short = name.rpartition(".")[2]
+    if short.startswith("__"):
+        return None
+    if name == f"transformers.model.{short}":
+        return "strata_kernels.patch_model"
     if short.endswith(_PARTS) and not short.startswith("_"):
         return "`apply` of the autograd function, whose backward pass is registered"
     return INSTEAD.get(name) or INSTEAD.get(short)
