@@ -6,7 +6,8 @@ The shape is Qwen3-0.6B's with random weights in bf16 (AdamW, no activation chec
 each of 16 prompts in a step. The weights give the end of a text no probability, so that every answer has all of its
 tokens. The reward is the same Python function of the text, and both draw at temperature 1 from all tokens. Each line is
 the median of the steps after those that compile. The machine needs TRL and `datasets`; a tokenizer is trained on the
-built-in data. With `--folder`, a second call finds the model of the first.
+built-in data. With `--folder`, a second call finds the model of the first. With `--wait`, our reward takes that many
+seconds, and a second run of ours generates ahead.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoTokenizer, TrainerCallback
 
-from benchmarks.generation import build
+from benchmarks.generation import SHAPE, build
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import fingerprint, prepare
 from tasks.runtime.process.log import configure_logging
@@ -45,18 +47,19 @@ SMALL = {
 WORDS = ("the", "a", "of", "and", "list", "open", "file", "read", "write", "line", "text", "name", "value", "class")
 
 
-def vowels(completions: Sequence[Any], **columns: Any) -> list[float]:
-    """A reward that differs between answers."""
+def vowels(completions: Sequence[Any], wait: float = 0.0, **columns: Any) -> list[float]:
+    """A reward that differs between answers, and takes `wait` seconds for all of them."""
+    time.sleep(wait)
     return [sum(text.count(vowel) for vowel in "aeiou") / (1 + len(text)) for text in completions]
 
 
-def prepare_folder(folder: Path, *, small: bool) -> None:
+def prepare_folder(folder: Path, changes: Mapping[str, int]) -> None:
     """Write the model with random weights, a tokenizer, and prompts to a folder."""
     spec = RunSpec.model_validate({"output": str(folder / "made"), "data": {"max_samples": 400}})
     recipe = DataRecipe.from_spec(spec, fingerprint(spec))
     tokenizer = prepare(recipe, data_folder(spec.output, recipe), report=lambda line: None).tokenizer()
     ids = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-    shape = {**(SMALL if small else {}), **ids}
+    shape = {**changes, **ids}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build(device, getattr(torch, dtype_name()), patched=False, **shape)
     never_end(model, tokenizer.all_special_ids)
@@ -91,16 +94,17 @@ def never_end(model: Any, token_ids: Sequence[int]) -> None:
     embedding[list(token_ids), 0] = -1.0
 
 
-def ours(folder: Path, steps: int, tokens: int) -> list[StepTimes]:
-    """Times of each step of a run."""
+def ours(folder: Path, steps: int, tokens: int, *, wait: float = 0.0, ahead: bool = False) -> list[StepTimes]:
+    """Times of each step of a run whose reward takes `wait` seconds."""
     spec = RunSpec.model_validate(
         {
-            "name": "grpo", "output": str(folder / "out"),
+            "name": "ahead" if ahead else "grpo", "output": str(folder / "out"),
             "model": {"name": str(folder / "model"), "dtype": dtype_name()},
             "data": {"source": str(folder / "prompts.jsonl"), "sequence_length": tokens + 128}
             | {"validation_fraction": 0},
             "objective": {
-                "type": "grpo", "rewards": [{"function": "benchmarks.grpo:vowels"}], "group_size": GROUP,
+                "type": "grpo", "group_size": GROUP, "generate_ahead": ahead,
+                "rewards": [{"function": "benchmarks.grpo:vowels", "arguments": {"wait": wait}}],
                 "generation": {"max_new_tokens": tokens}, "overlong": "rewarded",
             },
             "training": {
@@ -190,23 +194,28 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--folder", help="keep the model, the data and the runs there")
     parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--wait", type=float, default=0.0, help="seconds of our reward; also with generate_ahead")
+    parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
     parser.add_argument("--small", action="store_true", help="a model that a CPU can train, to try the program")
     parser.add_argument("--only", choices=("ours", "trl"))
     given = parser.parse_args()
     with nullcontext(given.folder) if given.folder else tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if not (folder / "prompts.jsonl").is_file():
-            prepare_folder(folder, small=given.small)
-        for title, run in (("ours", ours), ("trl", by_trl)):
-            if given.only not in (None, title):
+            prepare_folder(folder, SMALL if given.small else {"num_hidden_layers": given.layers})
+        own = partial(ours, wait=given.wait)
+        runs = [("ours", own), ("ours, ahead", partial(own, ahead=True))][: 2 if given.wait else 1]
+        for title, run in [*runs, ("trl", by_trl)]:
+            kind = title.partition(",")[0]
+            if given.only not in (None, kind):
                 continue
             found = run(folder, given.steps, given.tokens)
-            timed = found[min(UNTIMED[title], len(found) - 1) :]
+            timed = found[min(UNTIMED[kind], len(found) - 1) :]
             seconds, generating, length = (statistics.median(values) for values in zip(*timed, strict=True))
             peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
             each = " ".join(f"{step.seconds:.2f}" for step in found)
             print(
-                f"{title:5} {3600 / seconds:7.0f} steps/h  {seconds:6.2f} s, {generating:.2f} s of it generation of "
+                f"{title:11} {3600 / seconds:7.0f} steps/h  {seconds:6.2f} s, {generating:.2f} s of it generation of "
                 f"{length:.1f} tokens  {peak:.1f} GiB  all: {each}",
                 flush=True,
             )

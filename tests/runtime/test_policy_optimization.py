@@ -10,11 +10,15 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from strata_kernels.policy import truncated_importance_weights
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import fingerprint, prepare
 from tasks.runtime.evaluation.evaluate_model import evaluate
+from tasks.runtime.generation import EmbeddedGenerator
 from tasks.runtime.models.trained_weights import collect_weights
+from tasks.runtime.objectives.grpo import Grpo
 from tasks.runtime.objectives.rollout import Rollout
+from tasks.runtime.rewards.scoring import Rewards
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tasks.runtime.run_folder.metrics_file import read_evaluations, read_points
 from tasks.runtime.warmup.plan import plan_kernels
@@ -66,8 +70,8 @@ def recorded(spec):
     """Train, and return the steps that were learned from."""
     steps, run = [], Rollout.run
 
-    def recording(self, prompts, processes):
-        steps.append(run(self, prompts, processes))
+    def recording(self, *arguments):
+        steps.append(run(self, *arguments))
         return steps[-1]
 
     with mock.patch.object(Rollout, "run", recording):
@@ -241,6 +245,66 @@ def test_two_processes_are_one(trained, alone, cell):
 @pytest.mark.parametrize("cell", CELLS, ids="-".join)
 def test_two_processes_continue_with_the_same_bits(trained, cell):
     assert losses(trained[cell], 1) == losses(trained[cell], 0)[2:]
+
+
+AHEAD = {"generate_ahead": True}
+FOUR = {"training": {"steps": 4, "micro_batch_size": GROUP * PROMPTS}, "optimizer": {"lr": 0.1, "weight_decay": 0}}
+
+
+def test_answers_of_the_next_step_are_those_of_the_weights_before_the_step(output):
+    """Step 3 follows a checkpoint, and generates for itself."""
+    ahead = spec_of(output, "ahead", AHEAD, **FOUR)
+    train_spec(ahead)
+    unlearned = spec_of(output, "unlearned", **{**FOUR, "optimizer": {"lr": 1e-30, "weight_decay": 0}})
+    at_once = spec_of(output, "at-once", **FOUR)
+    for spec in (unlearned, at_once):
+        train_spec(spec)
+    found, of_first, of_each = map(answers, (ahead, unlearned, at_once))
+    assert found[1] == of_first[1] and found[2] == of_first[2] != of_each[2]
+    points = read_points(RunFolder.of(ahead).metrics)
+    assert [point.metrics["staleness"] for point in points] == [0, 1, 0, 1]
+    differences = [point.metrics["generation_difference"] for point in points]
+    assert max(differences[::2]) < 1e-5 < 1e-2 < min(differences[1::2])
+    # Killed after the checkpoint, it generates the same.
+    train_spec(ahead, step=2)
+    assert losses(ahead, 1) == losses(ahead, 0)[2:]
+
+
+def test_rewards_are_computed_while_the_model_learns(output):
+    """In the order of a run whose second step generates nothing more: it is the last one before a checkpoint."""
+    order = []
+
+    def noting(owner, name, said):
+        method = getattr(owner, name)
+        return mock.patch.object(owner, name, lambda *a, **k: (order.append(said), method(*a, **k))[1])
+
+    with (
+        noting(EmbeddedGenerator, "generate", "generate"), noting(Rewards, "begin", "begin"),
+        noting(Rewards, "finish", "finish"), noting(Grpo, "micro_batch_loss", "learn"),
+    ):  # fmt: skip
+        train_spec(spec_of(output, "order", AHEAD, training={"steps": 2, "micro_batch_size": GROUP * PROMPTS}))
+    assert order == ["generate", "begin", "generate", "finish", "begin", "learn", "finish", "learn"]
+
+
+@pytest.mark.parametrize("cap", [None, 1.01])
+def test_a_stale_token_weighs_what_its_probability_has_become_but_no_more_than_the_cap(output, cap):
+    options = {**AHEAD, "importance_cap": cap, "loss": "dr_grpo", "scale_rewards": "none"}
+    spec = spec_of(output, f"capped-{cap is None}".lower(), options, **FOUR)
+    seen = []
+
+    def weights(log_probs, generated, sequences, *arguments, **most):
+        seen.append((log_probs.detach().clone(), generated.clone(), sequences.clone()))
+        return truncated_importance_weights(log_probs, generated, sequences, *arguments, **most)
+
+    with mock.patch("tasks.runtime.objectives.grpo.truncated_importance_weights", weights):
+        steps = recorded(spec)
+    log_probs, generated, sequences = seen[1]
+    answered = sequences >= 0
+    became = (log_probs - generated).exp()[answered]
+    assert (became > 1.01).any() and (became < 0.99).any()
+    advantages = steps[1].advantages.float()[sequences[answered]]
+    expected = -(became.clamp(max=cap or 2.0) * advantages).sum() / (GROUP * PROMPTS * 12)
+    assert losses(spec)[1][0] == pytest.approx(float(expected), rel=1e-4, abs=1e-6)
 
 
 def test_groups_without_signal_are_left_out(output):

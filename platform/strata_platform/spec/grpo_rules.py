@@ -12,6 +12,7 @@ from strata_platform.spec.problems import Contradiction
 
 if TYPE_CHECKING:
     from strata_platform.spec.data import Data, Reading
+    from strata_platform.spec.faults import Faults
     from strata_platform.spec.run_spec import Adapter, Checkpoint, RunSpec
 
 _PROMPT_FORMATS = ("prompt", "prompt_chat")
@@ -45,7 +46,7 @@ def grpo_rules(spec: RunSpec) -> Iterator[Contradiction]:
     )
     yield from _loss(objective)
     yield from _reference(spec.adapter, objective)
-    yield from _iterations(spec.checkpoint, objective)
+    yield from _resume(spec.checkpoint, spec.faults, objective)
 
 
 def _format(kind: str, source: Reading, path: str) -> Iterator[Contradiction]:
@@ -167,24 +168,40 @@ def _reference(adapter: Adapter, objective: Grpo) -> Iterator[Contradiction]:
     )
 
 
-def _iterations(checkpoint: Checkpoint, objective: Grpo) -> Iterator[Contradiction]:
-    """A run that resumes between two steps of the same answers would generate others."""
-    count = objective.num_iterations
+def _resume(checkpoint: Checkpoint, faults: Faults, objective: Grpo) -> Iterator[Contradiction]:
+    """A run that resumes between steps that share answers, or their weights, would generate others."""
+    count, ahead = objective.num_iterations, objective.generate_ahead
     yield Contradiction(
         count > 1 and checkpoint.every % count != 0,
         ("checkpoint.every", "objective.num_iterations"),
         f"{checkpoint.every} is not a multiple of objective.num_iterations {count}: a run that resumes in between "
         f"would generate other answers; set it to one, for example {count * max(1, checkpoint.every // count)}",
     )
+    yield Contradiction(
+        count > 1 and ahead,
+        ("objective.generate_ahead", "objective.num_iterations"),
+        f"true, but {count} steps learn from the same answers, which are older than one step anyway; set "
+        "objective.generate_ahead to false, or objective.num_iterations to 1",
+    )
+    field, off = ("objective.generate_ahead", "false") if ahead else ("objective.num_iterations", "1")
     yield from (
         Contradiction(
-            count > 1 and given,
-            (field, "objective.num_iterations"),
-            f"saves between the {count} steps of the same answers, where a run that resumes would generate others; "
-            f"{way_out}, or set objective.num_iterations to 1",
+            (count > 1 or ahead) and given,
+            (path, field),
+            f"saves where the next step's answers are there already, so that a run that resumes would generate others; "
+            f"{way_out}, or set {field} to {off}",
         )
-        for field, given, way_out in (
+        for path, given, way_out in (
             ("checkpoint.on_sigterm", checkpoint.on_sigterm == "save", "set it to 'stop'"),
             ("checkpoint.keep_best", checkpoint.keep_best, "set it to false"),
         )
+    )
+    yield from (
+        Contradiction(
+            ahead and getattr(faults, name) == "rollback",
+            (f"faults.{name}", "objective.generate_ahead"),
+            "'rollback' skips data whose answers are there already; set it to 'skip' or 'stop', or "
+            "objective.generate_ahead to false",
+        )
+        for name in ("nonfinite", "spike")
     )

@@ -259,6 +259,12 @@ class Grpo(Section):
         None, description="Largest ratio that counts where the advantage is negative; by default there is none."
     )
     num_iterations: Integer = Field(1, ge=1, le=100, description="Optimizer steps for the same answers.")
+    generate_ahead: Flag = Field(
+        False,
+        description="Generate the answers of the next step before a step learns from its own, so that functions score "
+        "them while the model learns. Their weights are then one step old, and tokens are weighed as "
+        "`importance_cap` says. The first step, and the one after a checkpoint, generate for themselves.",
+    )
     overlong: Literal["unrewarded", "mask", "rewarded"] = Field(
         "unrewarded",
         description="An answer that `max_new_tokens` cut has a reward of 0; or is rewarded like others, but `mask`: no "
@@ -270,8 +276,13 @@ class Grpo(Section):
     importance_cap: Annotated[float, Field(gt=0, le=1e3), BeforeValidator(number)] | None = Field(
         None,
         description="Weigh tokens by the probability that training computes over that which generation computed, at "
-        "most this number; by default all count the same.",
+        "most this number; by default all count the same, and with `generate_ahead` it is 2.",
     )
+
+    @property
+    def largest_weight(self) -> float | None:
+        """`importance_cap`, or its default."""
+        return 2.0 if self.importance_cap is None and self.generate_ahead else self.importance_cap
 
     @property
     def highest_ratio(self) -> float:

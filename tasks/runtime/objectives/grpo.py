@@ -24,7 +24,8 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.objectives import Grpo as Settings
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import Batch
-from tasks.runtime.data.prompts import prompts_of
+from tasks.runtime.data.prompts import AnswerRows, Prompt, prompts_of
+from tasks.runtime.data.row_order import row_order
 from tasks.runtime.generation import EmbeddedGenerator
 from tasks.runtime.models.build import build_model, has_fused_loss, move_to_device, patch
 from tasks.runtime.models.lora import base_fingerprint, without_adapter
@@ -57,6 +58,8 @@ class Grpo:
         self._step: Step | None = None
         self._asked: list[int] = []
         self._batches: list[Batch] = []
+        # With `generate_ahead`: the rows of all answers.
+        self._rows: AnswerRows | None = None
 
     def prepare(self, context: ObjectiveContext) -> PreparedData:
         """Start the processes of rewards, and load the reference model where the run has one. Returns the data."""
@@ -80,6 +83,9 @@ class Grpo:
             Rewards(settings.rewards, context.processes.device),
             tokenizer,
         )
+        if settings.generate_ahead:
+            order = row_order(data.manifest, data.train, self._spec.data, self._spec.seed)
+            self._rows = AnswerRows(data.train, order, settings.group_size)
         return data
 
     def metadata(self) -> dict[str, Any]:
@@ -105,7 +111,8 @@ class Grpo:
         asked = [prompt.answer or 0 for prompt in prompts if prompt is not None]
         if asked != self._asked:
             self._context.whole.update()
-            self._step = self._rollout.run([prompt for prompt in prompts if prompt is not None], processes)
+            asking = [prompt for prompt in prompts if prompt is not None]
+            self._step = self._rollout.run(asking, processes, self._upcoming(asking))
             self._asked = asked
             size = self._spec.training.micro_batch_size
             self._batches = [
@@ -116,6 +123,22 @@ class Grpo:
             if processes.is_main:
                 self._tell(self._step, min(asked))
         return [dict(batch) for batch in self._batches]
+
+    def _upcoming(self, prompts: list[Prompt]) -> list[Prompt]:
+        """This rank's prompts of the next step, if their answers are generated in this one.
+
+        They are not before a checkpoint, so that a run that resumes there generates what it would have otherwise.
+        """
+        assert self._context is not None
+        spec, rows = self._spec, self._rows
+        step = (prompts[0].answer or 0) // spec.rows_per_step + 1
+        if rows is None or step % spec.checkpoint.every == 0 or step == self._context.steps:
+            return []
+        found = [
+            {name: tensor[None] for name, tensor in rows[(prompt.answer or 0) + spec.rows_per_step].items()}
+            for prompt in prompts
+        ]
+        return [prompt for row in found for prompt in prompts_of(row) if prompt is not None]
 
     def count(self, batch: Batch) -> Tensor:
         """The number of answers."""
@@ -139,8 +162,8 @@ class Grpo:
         generated = batch["generated"].flatten()
         reference = self._reference_log_probs(model, batch, max_targets) if settings.beta else None
         weights = None
-        if settings.importance_cap is not None:
-            weights = truncated_importance_weights(log_probs, generated, sequences, size, most=settings.importance_cap)
+        if (most := settings.largest_weight) is not None:
+            weights = truncated_importance_weights(log_probs, generated, sequences, size, most=most)
         terms = policy_losses(
             log_probs,
             sequence_sums(batch["advantage"].flatten(), sequences, size),

@@ -50,6 +50,8 @@ class ObjectiveContext:
     """Makes a batch of rows, with the inputs that the model takes."""
     whole: WholeModel | None = None
     """The model that answers prompts; None for objectives that generate nothing."""
+    steps: int | None = None
+    """The last step of the run, if it is known."""
 
 
 class Objective(Protocol):

@@ -48,6 +48,16 @@ class Step:
     """This rank's answers to its first prompt, with their rewards, to be read."""
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """Answers to prompts, and the seconds that they took."""
+
+    prompts: list[Prompt]
+    samples: list[Sample]
+    answers: Answers
+    seconds: float
+
+
 def sampling_of(generation: Generation, data: PreparedData, model: PreTrainedModel, **changes: Any) -> Sampling:
     """How answers are drawn. They end with the tokens of the data, or of the model's own generation."""
     own = getattr(model.generation_config, "eos_token_id", None)
@@ -93,18 +103,26 @@ class Rollout:
         self._settings, self._generator, self._sampling = settings, generator, sampling
         self._rewards, self._tokenizer = rewards, tokenizer
         self._ended = time.monotonic()
+        # Those of the next step, which rewards score meanwhile.
+        self._ahead: Drawn | None = None
 
-    def run(self, prompts: list[Prompt], processes: Processes) -> Step:
-        """Answer the prompts of this rank. A collective."""
+    def run(self, prompts: list[Prompt], processes: Processes, upcoming: Sequence[Prompt] = ()) -> Step:
+        """Answer the prompts of this rank, and after them `upcoming`, the prompts of the next call. A collective."""
         started = time.monotonic()
-        requests = [Request(prompt.token_ids, prompt.answer or 0) for prompt in prompts]
-        samples = self._generator.generate(requests, self._sampling)
+        drawn, staleness = self._ahead, int(self._ahead is not None)
+        if drawn is None:
+            drawn = self._draw(prompts)
+            self._rewards.begin(drawn.answers)
+        assert [prompt.answer for prompt in drawn.prompts] == [prompt.answer for prompt in prompts]
+        self._ahead = self._draw(upcoming) if upcoming else None
         generated = time.monotonic()
-        answers = answers_of(prompts, samples, self._tokenizer)
-        values = self._rewards.score(answers)
+        values = self._rewards.finish()
+        if self._ahead is not None:
+            self._rewards.begin(self._ahead.answers)
         ended = time.monotonic()
+        answers, samples = drawn.answers, drawn.samples
         table = self._table(prompts, samples, values)
-        seconds = generated - started, ended - generated, ended - self._ended
+        seconds = drawn.seconds, generated - started, ended - generated, ended - self._ended
         self._ended = ended
         of_all, longest = _gathered(table, torch.tensor(seconds, dtype=torch.float64), processes)
         told = [
@@ -120,7 +138,14 @@ class Rollout:
             for index, (prompt, sample) in enumerate(zip(prompts, samples, strict=True))
             if prompt.token_ids == prompts[0].token_ids
         ]  # fmt: skip
-        return self._step(prompts, samples, of_all, longest, told)
+        return self._step(prompts, samples, of_all, longest, told, staleness)
+
+    def _draw(self, prompts: Sequence[Prompt]) -> Drawn:
+        began = time.monotonic()
+        requests = [Request(prompt.token_ids, prompt.answer or 0) for prompt in prompts]
+        samples = self._generator.generate(requests, self._sampling)
+        answers = answers_of(prompts, samples, self._tokenizer)
+        return Drawn(list(prompts), samples, answers, time.monotonic() - began)
 
     def _table(self, prompts: list[Prompt], samples: list[Sample], values: list[list[float | None]]) -> Tensor:
         """[n, 4 + rewards], fp64: the answer's number, its reward, its tokens, whether it is finished, and values of
@@ -141,6 +166,7 @@ class Rollout:
         table: Tensor,
         seconds: Tensor,
         told: list[dict[str, Any]],
+        staleness: int,
     ) -> Step:
         settings = self._settings
         table = table[table[:, 0].argsort()]
@@ -169,8 +195,9 @@ class Rollout:
             "answer_tokens": float(lengths.mean()),
             "finished": float(finished.mean()),
             "generated_tokens_per_second": float(lengths.sum() / seconds[0].clamp(min=1e-9)),
-            "generation_share": float(seconds[0] / seconds[2].clamp(min=1e-9)),
-            "reward_share": float(seconds[1] / seconds[2].clamp(min=1e-9)),
+            "generation_share": float(seconds[1] / seconds[3].clamp(min=1e-9)),
+            "reward_share": float(seconds[2] / seconds[3].clamp(min=1e-9)),
+            **({"staleness": float(staleness)} if settings.generate_ahead else {}),
         }
         return Step(
             prompts,

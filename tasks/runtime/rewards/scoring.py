@@ -23,19 +23,32 @@ class Rewards:
 
     def __init__(self, terms: Sequence[RewardTerm], device: torch.device) -> None:
         self._terms = terms
+        self._asked: Answers | None = None
         self._made = [
             RewardModel(term, number, device) if term.function is None else RewardFunction(term, number)
             for number, term in enumerate(terms)
         ]
 
     def score(self, answers: Answers) -> list[list[float | None]]:
+        """`begin`, then `finish`."""
+        self.begin(answers)
+        return self.finish()
+
+    def begin(self, answers: Answers) -> None:
+        """Start to score answers: functions, which have processes of their own, go on beside what follows."""
+        assert self._asked is None
+        self._asked = answers
+        for reward in self._made:
+            if isinstance(reward, RewardFunction):
+                reward.begin(answers)
+
+    def finish(self) -> list[list[float | None]]:
         """The value that each reward gives to each answer, [rewards][answers]; None where it has none.
 
         Raises ValueError, which names the reward and the row, if one of them fails.
         """
-        functions = [reward for reward in self._made if isinstance(reward, RewardFunction)]
-        for reward in functions:
-            reward.begin(answers)
+        assert self._asked is not None
+        answers, self._asked = self._asked, None
         return [
             reward.finish() if isinstance(reward, RewardFunction) else reward.score(answers) for reward in self._made
         ]

@@ -10,6 +10,7 @@ REWARD = {"function": "numeric"}
 TWO = {"topology": {"nproc_per_node": 2}}
 SHARDED = {"parallel": {"type": "fsdp"}, **TWO}
 QUANTIZED = {"adapter": {"type": "lora", "quantization": "nf4"}}
+AHEAD = {"generate_ahead": True}
 LORA = {"model": {"name": "organization/model"}, "adapter": {"type": "lora"}}
 
 
@@ -51,6 +52,9 @@ CONTRADICTIONS = [
     ({"beta": 0.1}, LORA | {"adapter": {"type": "lora", "modules_to_save": ["lm_head"]}}, "objective.beta", "another"),
     ({"num_iterations": 4}, {}, "checkpoint.every", "not a multiple of objective.num_iterations 4"),
     ({"num_iterations": 2}, {"checkpoint": {"on_sigterm": "save"}}, "checkpoint.on_sigterm", "would generate others"),
+    (AHEAD | {"num_iterations": 2}, {}, "objective.generate_ahead", "older than one step anyway"),
+    (AHEAD, {"checkpoint": {"on_sigterm": "save"}}, "checkpoint.on_sigterm", "set objective.generate_ahead to false"),
+    (AHEAD, {"faults": {"spike": "rollback"}}, "faults.spike", "skips data whose answers are there"),
     ({}, {"training": {"neftune_noise_alpha": 5}}, "training.neftune_noise_alpha", "puts noise"),
 ]  # fmt: skip
 
@@ -77,6 +81,7 @@ def test_a_spec_is_completed():
     ).training.micro_batch_size == 6  # fmt: skip
     # Prompts leave room for answers.
     assert DataRecipe.from_spec(spec).data.sequence_length == 512 - 256
+    assert [make(o).objective.largest_weight for o in ({}, AHEAD, AHEAD | {"importance_cap": 3})] == [None, 2.0, 3.0]
     highest = {"dapo": 0.2, "cispo": 5.0}
     assert {loss: make({"loss": loss}).objective.highest_ratio for loss in highest} == highest
 
