@@ -52,10 +52,9 @@ from tasks.runtime.training.frameworks import load_framework
 from tasks.runtime.training.session import Session, session
 from tasks.runtime.training.train import build_job
 
-# Steps to train, and how many of the first are left out of the speed: they compile, and capture CUDA graphs. Fewer of
-# long rows, which take a minute each and have no graphs.
-STEPS, UNTIMED = 12, 8
-LONG, LONG_STEPS, LONG_UNTIMED = 32768, 3, 1
+# By the length of rows: steps to train, and how many of the first are left out of the speed. They compile, and capture
+# CUDA graphs. Of the longest rows a step takes minutes, beside which that is little.
+STEPS = {0: (12, 8), 32768: (3, 1), 262144: (1, 0)}
 
 _WIDE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
 _COMMON = {"model_type": "llama", "vocab_size": 128256, "rope_theta": 500000.0, "max_position_embeddings": 8192}
@@ -85,11 +84,28 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "tie_word_embeddings": True,
     },
+    # Qwen3 30B-A3B.
+    "30b-a3b": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 40960,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+    },
     # Llama 3.1 8B, and a quarter of its layers: quick to make.
     "8b": {**_COMMON, **_WIDE, "num_hidden_layers": 32},
     "8b-quarter": {**_COMMON, **_WIDE, "num_hidden_layers": 8},
 }
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 
 
 @dataclass(frozen=True)
@@ -103,8 +119,8 @@ class Run:
     @property
     def steps(self) -> tuple[int, int]:
         """Steps to train, and how many of the first are not timed."""
-        is_long = self.fields.get("data.sequence_length", 0) >= LONG
-        return (LONG_STEPS, LONG_UNTIMED) if is_long else (STEPS, UNTIMED)
+        length = self.fields.get("data.sequence_length", 0)
+        return STEPS[max(shortest for shortest in STEPS if shortest <= length)]
 
     def spec(self, output: Path, model: Path) -> RunSpec:
         """Of a few steps on packed rows."""
@@ -154,6 +170,10 @@ _GRAPHS: tuple[dict[str, Any], ...] = (
     {"adapter__type": "lora"},
     {"adapter__type": "lora", "training__cuda_graphs": False},
 )
+_IN_BACKWARD = {"optimizer__in_backward": True, "optimizer__max_grad_norm": 0}
+_OFFLOADED = {"training__activation_offloading": True, **_IN_BACKWARD}
+_STOCHASTIC = {"optimizer__precision": "stochastic_rounding"}
+_EXPERTS = {"adapter__type": "lora", "adapter__target_parameters": ["gate_up_proj", "down_proj"]}
 _WHOLE = {
     "parallel__reduce_dtype": "bfloat16",
     "parallel__reshard_after_forward": False,
@@ -182,9 +202,11 @@ RUNS = (
     _run("8b", 2, recompute="full", adapter__type="lora"),
     _run("8b", 1, recompute="full", data__sequence_length=32768),
     *(
-        _run("8b", 1, recompute="full", data__sequence_length=length, training__activation_offloading=True)
-        for length in (32768, 131072)
+        _run("8b", 1, recompute="full", data__sequence_length=length, **_OFFLOADED)
+        for length in (32768, 131072, 262144)
     ),
+    _run("30b-a3b", 1, recompute="full", optimizer__type="adamw_8bit", **_STOCHASTIC, **_IN_BACKWARD),
+    _run("30b-a3b", 1, recompute="full", **_EXPERTS),
     _run("8b-quarter", 2, **_NF4),
     _run("8b-quarter", 4, recompute="full", **_NF4),
     _run("8b", 2, recompute="full", **_NF4),
@@ -260,12 +282,14 @@ def measure(run: Session, data: PreparedData, untimed: int, *, profiler: Any = N
         if gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
+        begin = time.perf_counter()
         with closing(job.watchdog):
             load_framework(run.spec.runtime.framework)(job)
     if profiler is not None:
         profiler.stop()
         ends.pop()
-    seconds = statistics.median(b - a for a, b in zip(ends[untimed - 1 :], ends[untimed:], strict=False))
+    ends.insert(0, begin)
+    seconds = statistics.median(b - a for a, b in zip(ends[untimed:], ends[untimed + 1 :], strict=False))
     tokens = run.spec.rows_per_step * run.spec.data.sequence_length / run.spec.topology.world_size
     peak = torch.tensor(float(torch.cuda.max_memory_allocated(device) if gpu else 0), device=device)
     if run.processes.world_size > 1:

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from strata_kernels import experts
 from strata_kernels.ops._launch import recording
-from strata_kernels.ops.experts import experts_launch
+from strata_kernels.ops.experts import experts_launch, experts_reference
 from strata_kernels.warmup import record
 
 INTERPRETED = "TRITON_INTERPRET" in os.environ
@@ -124,6 +125,26 @@ def test_rows_for_the_slots_of_own_experts_alone(rows, device, within_bar, gradi
     truth = gradients(theirs, [x.double() for x in inputs])
     for results in zip(mine, gradients(theirs, inputs), truth, strict=True):
         within_bar(*results, roundings=ROUNDINGS)
+
+
+@host
+def test_a_recomputed_layer_stops_before_the_last_product(monkeypatch) -> None:
+    """The backward pass does not need the result, so it is computed once; gradients have the same bits."""
+    sums = []
+    plain_sums = experts_reference.token_sums
+    monkeypatch.setattr(experts_reference, "token_sums", lambda *args: sums.append(1) or plain_sums(*args))
+    index, (x, *weights) = torch.randint(4, (7, 2)), inputs_of(7, 24, 16, 4, 2, torch.float32, torch.device("cpu"))
+    inputs = [tensor.requires_grad_() for tensor in (x, *weights)]
+
+    def layer(x: Tensor) -> Tensor:
+        return x + mixture(index)(x, *weights)
+
+    whole = torch.autograd.grad(layer(x).square().sum(), inputs)
+    # That of the result, and of the gradient of x.
+    assert len(sums) == 2
+    again = torch.autograd.grad(checkpoint(layer, x, use_reentrant=False).square().sum(), inputs)
+    assert len(sums) == 4
+    assert all(map(torch.equal, whole, again))
 
 
 @host

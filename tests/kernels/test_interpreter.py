@@ -28,7 +28,7 @@ FILES = {
         "test_tiled_mlp.py",
     ],
     "experts": ["test_experts.py", "test_experts_adapters.py"],
-    "optimizer": ["test_adamw.py"],
+    "optimizer": ["test_adamw.py", "test_adamw_8bit.py"],
     "float8": ["test_float8.py"],
     "loss": ["test_cross_entropy.py", "test_linear_cross_entropy.py"],
     "log-probabilities": [

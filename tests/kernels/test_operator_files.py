@@ -18,6 +18,7 @@ import torch
 import strata_kernels
 from strata_kernels import Shard, StepPlan, adamw_step, ops, weight_step
 from strata_kernels.ops import _launch
+from strata_kernels.warmup import plan_model
 from tests.kernels.helpers.operators import OPERATORS, Operator
 
 OPS = Path(ops.__file__).parent
@@ -65,6 +66,7 @@ def step(function: Callable[..., None], moments: int) -> None:
 
 CALLS = {name: partial(differentiate, operator) for name, operator in OPERATORS.items()}
 CALLS |= {"adamw_step": partial(step, adamw_step, 2), "weight_step": partial(step, weight_step, 0)}
+CALLS |= {"adamw_8bit_step": partial(plan_model._step_of_eight_bits, "master")}
 
 
 class Launches(list[_launch.Call]):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..ops.adamw import adamw_step, weight_step
+from ..ops.adamw.eight_bits import adamw_8bit_step
 from ..ops.adamw.shard import Shard
 from ..ops.adamw.step_plan import Rounding
 from ..patch import patch_model
@@ -78,13 +79,16 @@ def plan_model(
     return plan + plan_optimizer() if dtype == torch.bfloat16 else plan
 
 
-def plan_optimizer(rounding: Rounding = "master", *, weights_alone: bool = False, columns: bool = False) -> Plan:
+def plan_optimizer(
+    rounding: Rounding = "master", *, weights_alone: bool = False, columns: bool = False, eight_bits: bool = False
+) -> Plan:
     """Every kernel that `adamw_step` launches on aligned bf16 tensors of any number and shapes.
 
     Args:
         rounding: as in `adamw_step`.
         weights_alone: also the kernels of `weight_step`, which applies updates of another optimizer.
         columns: also for shards with parts of rows, as in tensor parallelism.
+        eight_bits: also the kernel of `adamw_8bit_step`.
     """
     tensor, step = torch.zeros(16, dtype=torch.bfloat16, device="meta"), torch.zeros((), device="meta")
     remainders = [torch.zeros(16, dtype=torch.int16, device="meta")] if rounding == "master" else None
@@ -97,7 +101,20 @@ def plan_optimizer(rounding: Rounding = "master", *, weights_alone: bool = False
         plan += record(lambda: adamw_step(one, one, one, one, remainders, [step], sharded_rows, **settings, **moments))
     if weights_alone:
         plan += record(lambda: weight_step(one, one, remainders, shards, **settings, steps=[step]))
+    if eight_bits:
+        plan += record(lambda: _step_of_eight_bits(rounding))
     return plan
+
+
+def _step_of_eight_bits(rounding: Rounding) -> None:
+    """A step of `adamw_8bit_step` on meta tensors of the size that most have: a multiple of 16 blocks."""
+    weight, codes = (torch.zeros(4096, dtype=dtype, device="meta") for dtype in (torch.bfloat16, torch.uint8))
+    scales = torch.zeros(16, device="meta")
+    remainder = torch.zeros(4096, dtype=torch.int16, device="meta") if rounding == "master" else None
+    adamw_8bit_step(
+        weight, weight, codes, scales, codes, scales, remainder, 1, Shard(0),
+        lr=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, rounding=rounding, seed=0,
+    )  # fmt: skip
 
 
 def record_training(model: PreTrainedModel, tokens: torch.Tensor) -> Plan:

@@ -62,7 +62,7 @@ def remedies(spec: RunSpec) -> Iterator[Remedy]:
         yield Remedy(away, "the same losses; the inputs of layers are in host memory between the passes")
     rounding = "the same losses but for noise; weights are rounded at random in place of exact master weights"
     yield Remedy({"optimizer": {"precision": "stochastic_rounding"}}, rounding)
-    eight = "nearly the same losses; moments of matrices have eight bits; needs the extra bitsandbytes"
+    eight = "nearly the same losses; moments of matrices have eight bits"
     yield Remedy({"optimizer": {"type": "adamw_8bit"}}, eight)
     paged = "the same bits; optimizer state that does not fit moves to host memory, and steps are slower"
     yield Remedy({"optimizer": {"paged": True}}, paged)

@@ -101,8 +101,8 @@ class Optimizer(Section):
 
     type: Literal["adamw", "adamw_8bit", "muon", "adafactor", "lion", "schedule_free"] = Field(
         "adamw",
-        description="`adamw`: fused. `adamw_8bit`: moments of weight matrices take eight bits; needs the extra "
-        "`bitsandbytes`. `muon`: orthogonalizes the updates of weight matrices and uses AdamW for embeddings, head and "
+        description="`adamw`: fused. `adamw_8bit`: moments of weight matrices take eight bits. "
+        "`muon`: orthogonalizes the updates of weight matrices and uses AdamW for embeddings, head and "
         "norms. `adafactor`: PyTorch's; second moments by rows and columns, almost no state. `lion`: one moment, and "
         "updates of one size; needs the extra `bitsandbytes`. `schedule_free`: AdamW that averages weights in place of "
         "a schedule; needs the extra `schedule-free`.",

@@ -1,4 +1,4 @@
-"""AdamW with 8-bit moments, by bitsandbytes. Weights take updates according to `optimizer.precision`.
+"""AdamW with 8-bit moments. Weights take updates according to `optimizer.precision`.
 
 A moment is an index into a table of 256 values, and 256 adjacent weights share a scale. If the length of a row is a
 multiple of 256, no block crosses a row, and a matrix that is sharded by rows has its scales sharded with them. The
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from strata_kernels import StepPlan, weight_step
+from strata_kernels import adamw_8bit_step
 from tasks.runtime.optim.rounding import WeightRounding
 from tasks.runtime.optim.state_tensors import new_state_tensor
 from tasks.runtime.optim.typed_state import TypedStateOptimizer
 
 BLOCK = 256
-"""Weights that share a scale, as in the kernels of bitsandbytes."""
+"""Weights that share a scale, as `adamw_8bit_step` takes them."""
 
 SMALLEST = 4096
 """Weights of the smallest matrix with 8-bit moments, as in bitsandbytes."""
@@ -54,13 +54,8 @@ class AdamW8bit(TypedStateOptimizer):
         """`groups`: as in PyTorch, with parameters of `has_eight_bits` that are replicated or sharded by rows. `paged`:
         the state is in managed memory, see `tasks.runtime.optim.managed_memory`.
         """
-        from bitsandbytes import functional
-
-        self._update, self._table = functional.optimizer_update_8bit_blockwise, functional.create_dynamic_map
         self.paged = paged
         self._rounding, self.keeps_remainder = rounding, rounding.mode == "master"
-        self._plans: dict[nn.Parameter, StepPlan] = {}
-        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -85,53 +80,25 @@ class AdamW8bit(TypedStateOptimizer):
         weights = _here(parameter)
         if not weights.numel():
             return
+        assert parameter.grad is not None
         remainder = self._rounding.remainder_of(parameter, state, paged=self.paged)
-        # Only stochastic rounding needs the count on the device.
-        count = [state["step"].to(weights.device, non_blocking=True)] if self._rounding.mode == "stochastic" else None
-        weight_step(
-            [weights],
-            [self._negative_update(parameter, state, group)],
-            [None if remainder is None else _here(remainder)],
-            [self._rounding.shard_of(parameter)],
+        adamw_8bit_step(
+            weights,
+            _here(parameter.grad),
+            _here(state["exp_avg"]),
+            _here(state["exp_avg_scale"]),
+            _here(state["exp_avg_sq"]),
+            _here(state["exp_avg_sq_scale"]),
+            None if remainder is None else _here(remainder),
+            int(state["step"]),
+            self._rounding.shard_of(parameter),
             lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
             weight_decay=group["weight_decay"],
             rounding=self._rounding.mode,
             seed=self._rounding.seed,
-            steps=count,
-            plan=self._plans.setdefault(parameter, StepPlan()),
         )
-
-    def _negative_update(self, parameter: nn.Parameter, state: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
-        """The negative update at a learning rate of 1, without weight decay."""
-        assert parameter.grad is not None
-        gradient = _here(parameter.grad)
-        update = torch.zeros_like(gradient)
-        signed, unsigned = self._tables_on(gradient.device)
-        self._update(
-            "adam",
-            gradient,
-            update,
-            _here(state["exp_avg"]),
-            _here(state["exp_avg_sq"]),
-            *group["betas"],
-            # beta3 and alpha of other optimizers.
-            0.0,
-            0.0,
-            group["eps"],
-            int(state["step"]),
-            1.0,
-            signed,
-            unsigned,
-            _here(state["exp_avg_scale"]).view(-1),
-            _here(state["exp_avg_sq_scale"]).view(-1),
-        )
-        return update.neg_()
-
-    def _tables_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The tables of values: of first moments, and of second moments, which are not negative."""
-        if device not in self._tables:
-            self._tables[device] = (self._table(signed=True).to(device), self._table(signed=False).to(device))
-        return self._tables[device]
 
 
 def _here(tensor: Tensor) -> Tensor:

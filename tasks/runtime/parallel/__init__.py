@@ -23,7 +23,6 @@ from tasks.runtime.process.ranks import Processes
 
 # optimizer: (module, extra)
 _OPTIMIZERS = {
-    "adamw_8bit": ("bitsandbytes", "bitsandbytes"),
     "lion": ("bitsandbytes", "bitsandbytes"),
     "schedule_free": ("schedulefree", "schedule-free"),
 }

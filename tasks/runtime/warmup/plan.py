@@ -78,7 +78,8 @@ def _optimizer_plan(spec: RunSpec) -> Plan:
         return Plan(())
     return plan_optimizer(
         ROUNDINGS[spec.optimizer.precision],
-        weights_alone=spec.optimizer.type != "adamw",
+        weights_alone=spec.optimizer.type not in ("adamw", "adamw_8bit"),
+        eight_bits=spec.optimizer.type == "adamw_8bit",
         columns=spec.parallel.tensor_parallel * spec.parallel.expert_parallel > 1,
     )
 

@@ -1,7 +1,5 @@
 """Moments of eight bits: which they are, what their steps are, and where they cannot be."""
 
-import importlib.util
-
 import pytest
 import torch
 from torch import nn
@@ -12,9 +10,6 @@ from tasks.runtime.models.build import build_model
 from tasks.runtime.optim.adamw_8bit import has_eight_bits
 from tasks.runtime.optim.lr_schedule import set_learning_rate
 from tasks.runtime.optim.optimizer import build_optimizer
-from tasks.runtime.parallel import require_packages
-
-needed = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 
 
 def spec_of(**optimizer):
@@ -38,7 +33,6 @@ def test_rows_of_whole_blocks_have_eight_bits(shape, expected):
     assert has_eight_bits(torch.empty(shape)) == expected
 
 
-@needed
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_are_those_of_adamw(dtype):
     """But for the rounding of moments, to one of 256 values between 0 and the largest of a block."""
@@ -71,7 +65,6 @@ def test_steps_are_those_of_adamw(dtype):
     assert optimizer.state[ours[2].weight]["exp_avg"].dtype == torch.float32
 
 
-@needed
 def test_a_step_in_the_backward_pass_is_the_same_step():
     def train(**optimizer):
         torch.manual_seed(0)
@@ -86,7 +79,6 @@ def test_a_step_in_the_backward_pass_is_the_same_step():
     assert all(torch.equal(a, b) for a, b in zip(train(), train(in_backward=True), strict=True))
 
 
-@needed
 def test_state_that_is_handed_over_keeps_its_types():
     """accelerate takes an optimizer's state and gives it back, and PyTorch would make bfloat16 of all of it."""
     model = nn.Linear(256, 16, bias=False, dtype=torch.bfloat16)
@@ -100,7 +92,6 @@ def test_state_that_is_handed_over_keeps_its_types():
     assert after["exp_avg"].dtype == torch.uint8 and after["exp_avg_scale"].dtype == torch.float32
 
 
-@needed
 def test_embeddings_are_left_to_adamw():
     spec = spec_of()
     model = build_model(spec.model, spec.seed)
@@ -114,12 +105,6 @@ def test_embeddings_are_left_to_adamw():
 def test_a_model_without_such_rows_is_told():
     with pytest.raises(ValueError, match=r"rows whose length is a multiple of 256.*set optimizer\.type to 'adamw'"):
         build_optimizer(nn.Linear(128, 128), spec_of())
-
-
-def test_a_missing_package_is_named_with_its_extra(monkeypatch):
-    monkeypatch.setattr("tasks.runtime.parallel.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"optimizer\.type 'adamw_8bit' needs the package bitsandbytes.*strata\[bits"):
-        require_packages(spec_of())
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from tasks.runtime.models.trained_weights import collect_weights
 from tasks.runtime.optim.library_optimizers import averaged_weights
 from tasks.runtime.optim.lr_schedule import set_learning_rate
 from tasks.runtime.optim.optimizer import build_optimizer
+from tasks.runtime.parallel import require_packages
 from tasks.runtime.run_folder.folder import RunFolder
 from tests.runtime.helpers.comparable_runs import SAVED, approx, curve, file_of, make_spec
 from tests.runtime.helpers.train_forked import launch
@@ -197,3 +198,9 @@ def test_weights_to_evaluate_and_export_are_the_averaged_ones(output, narrowed):
     torch.testing.assert_close(found[name].double(), x.bfloat16().double(), rtol=1e-2, atol=1e-6)
     assert not torch.equal(found[name], read(f"model.{name}"))
     assert Counter(name.split(".")[1] for name in index if name.startswith("optimizer."))["weight_sum"] == 20
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setattr("tasks.runtime.parallel.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"optimizer\.type 'lion' needs the package bitsandbytes.*strata\[bits"):
+        require_packages(RunSpec.model_validate({"optimizer": {"type": "lion"}}))

@@ -1,7 +1,6 @@
 """Moments in memory that gives way: the same steps, where they are, and where that cannot be."""
 
 import gc
-import importlib.util
 from contextlib import nullcontext
 
 import pytest
@@ -28,15 +27,7 @@ from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.metrics_file import read_points
 from tests.runtime.helpers.train_only import train_spec
 
-TYPES = [
-    "adamw",
-    pytest.param(
-        "adamw_8bit",
-        marks=pytest.mark.skipif(
-            importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
-        ),
-    ),
-]
+TYPES = ["adamw", "adamw_8bit"]
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICE = torch.device("cuda", 0)
 

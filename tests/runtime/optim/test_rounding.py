@@ -1,6 +1,5 @@
 """Updates of bfloat16 weights, held against fp32 training by PyTorch's own optimizers."""
 
-from importlib.util import find_spec
 from unittest import mock
 
 import pytest
@@ -28,8 +27,7 @@ from tasks.runtime.optim.optimizer import build_optimizer
 from tasks.runtime.process.ranks import Processes
 
 PRECISIONS = ("fp32_master", "stochastic_rounding", "nearest")
-needed = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
-TYPES = ("adamw", pytest.param("adamw_8bit", marks=needed), "muon")
+TYPES = ("adamw", "adamw_8bit", "muon")
 STEPS, RATE = 100, 1e-5
 
 
@@ -91,7 +89,7 @@ def drift(weights):
 def exact():
     """How far fp32 weights come under PyTorch's own optimizer, by `optimizer.type`."""
     found = {}
-    for type in ("adamw", "adamw_8bit", "muon") if find_spec("bitsandbytes") else ("adamw", "muon"):
+    for type in ("adamw", "adamw_8bit", "muon"):
         model, _ = train(torch.float32, type=type)
         found[type] = drift(masters(model, build_optimizer(model, spec_of(type=type))))
     return found

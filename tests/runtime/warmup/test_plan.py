@@ -80,8 +80,10 @@ def test_a_configuration_has_the_plan_of_its_runs(folder, changes):
 def test_the_plan_has_the_steps_of_the_optimizer(folder, type, precision):
     found = plan_kernels(spec(folder, optimizer={"type": type, "precision": precision}))
     options = [dict(s.options) | dict(s.arguments) for s in found.specializations if s.name == "step_kernel"]
-    moments = ["none", "bf16"] if type != "adamw" else ["bf16"]
+    moments = ["none", "bf16"] if type == "muon" else ["bf16"]
     assert sorted(o["M"] for o in options) == sorted(moments)
+    eight_bits = [s for s in found.specializations if s.name == "eight_bits_kernel"]
+    assert len(eight_bits) == (type == "adamw_8bit")
     assert {o["ROUNDING"] for o in options} == {ROUNDINGS[precision]}
 
 

@@ -205,22 +205,21 @@ class _Up(Operator):
         return dx, d_gate_up, None, d_bias, da, db, None, None, None
 
 
-@operator(f"experts_down(Tensor h, Tensor down, Tensor index, Tensor router, Tensor? bias, {_LOW_RANK}, {_ROUTING}, "
-          f"{_BETWEEN}) -> Tensor")  # fmt: skip
-class _Down(Operator):
-    """The result of h."""
+@operator(f"experts_down_inputs(Tensor h, Tensor down, Tensor index, Tensor router, Tensor? bias, {_LOW_RANK}, "
+          f"{_ROUTING}, {_BETWEEN}) -> Tensor")  # fmt: skip
+class _DownInputs(Operator):
+    """What the gradient of the result needs; returns one number in its shape, which stands for it in `_Down`.
+
+    A node of its own, because a recomputed layer stops at the last tensor that it keeps: before the product, not after.
+    """
 
     @staticmethod
-    def forward(h: Tensor, down: Tensor, index: Tensor, router: Tensor, bias: Tensor | None, low_a: Tensor | None,
-                low_b: Tensor | None, scale: float, *rest: Any) -> Tensor:  # fmt: skip
-        routing, between, steps = Routing(*rest[:4]), Activation(*rest[4:9]), _steps(h)
-        y = _adapted(steps.gate(h, routing, between), down, bias, low_a, low_b, scale, routing, rest[9])
-        out: Tensor = steps.token_sums(y, router, routing)
-        return out
+    def forward(h: Tensor, down: Tensor, index: Tensor, *_: Any) -> Tensor:
+        return h.new_empty(1).expand(index.shape[0], down.shape[1])
 
     @staticmethod
     def fake(h: Tensor, down: Tensor, index: Tensor, *_: Any) -> Tensor:
-        return h.new_empty(index.shape[0], down.shape[1])
+        return h.new_empty(1).expand(index.shape[0], down.shape[1])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -253,6 +252,32 @@ class _Down(Operator):
             v = _Rank.apply(wa, low_a, False, ctx.scale, *routing, precision)
             db = _FactorBackward.apply(do, v, "dy", *routing, precision)
         return dh, d_down, None, d_router, d_bias, da, db, *none
+
+
+@operator(f"experts_down(Tensor place, Tensor h, Tensor down, Tensor index, Tensor router, Tensor? bias, {_LOW_RANK}, "
+          f"{_ROUTING}, {_BETWEEN}) -> Tensor")  # fmt: skip
+class _Down(Operator):
+    """The result of h. Its gradient is that of `place`, the result of `_DownInputs`."""
+
+    @staticmethod
+    def forward(place: Tensor, h: Tensor, down: Tensor, index: Tensor, router: Tensor, bias: Tensor | None,
+                low_a: Tensor | None, low_b: Tensor | None, scale: float, *rest: Any) -> Tensor:  # fmt: skip
+        routing, between, steps = Routing(*rest[:4]), Activation(*rest[4:9]), _steps(h)
+        y = _adapted(steps.gate(h, routing, between), down, bias, low_a, low_b, scale, routing, rest[9])
+        out: Tensor = steps.token_sums(y, router, routing)
+        return out
+
+    @staticmethod
+    def fake(place: Tensor, h: Tensor, down: Tensor, index: Tensor, *_: Any) -> Tensor:
+        return h.new_empty(index.shape[0], down.shape[1])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.others = len(inputs) - 1
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
+        return do, *(None,) * ctx.others
 
 
 def experts(
@@ -340,7 +365,8 @@ def experts(
         )  # fmt: skip
     index, weight = index.contiguous(), weight.contiguous()
     h, *routed = _Up.apply(x, gate_up, index, gate_up_bias, *of_up, precision, max_slots)
-    out: Tensor = _Down.apply(h, down, index, weight, down_bias, *of_down, *routed, *between, precision)
+    inputs = (h, down, index, weight, down_bias, *of_down, *routed, *between, precision)
+    out: Tensor = _Down.apply(_DownInputs.apply(*inputs), *inputs)
     return out
 
 

@@ -1,0 +1,196 @@
+"""AdamW with moments of eight bits, one tensor at a time and in place.
+
+    m ← β₁ m̂ s + (1 - β₁) g            v ← v̂ t + (1 - β₂) (g² - v̂ t)
+    w ← w - (lr / (1 - β₁ᵗ) · m / (sqrt(v / (1 - β₂ᵗ)) + eps) + lr · weight_decay · w)
+    s, t ← max |m|, max v              m̂, v̂ ← the values nearest to m / s, v / t
+
+m̂ and v̂ are codes of 8 bits (`eight_bits_codes.py`), s and t their scales: 256 adjacent elements share one. The update
+takes m and v before they are rounded. Everything is read and written once: 10 bytes for each bf16 weight, and 4 more
+with the remainder of an fp32 master weight. `rounding` of weights is that of `adamw_step`, with the same random bits.
+
+Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021 (arXiv:2110.02861). State is that of
+bitsandbytes' kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._launch import describe, launch, takes_kernel
+from . import step_reference as reference
+from .eight_bits_codes import BLOCK, CELLS, DECADES, LOG2_5, LOG10_2, NINTHS, TINY, values_on
+from .eight_bits_kernel import eight_bits_kernel
+from .shard import Shard
+from .step_plan import Hyperparameters, Rounding, _as_two_fp32, _constants
+
+# Blocks of a program, and its warps.
+_BLOCKS, _WARPS = 8, 4
+# Blocks that the reference takes at a time.
+_AT_ONCE = 2**14
+_DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+@torch.no_grad()
+def adamw_8bit_step(
+    weight: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_scale: Tensor,
+    exp_avg_sq: Tensor,
+    exp_avg_sq_scale: Tensor,
+    remainder: Tensor | None,
+    step: int,
+    shard: Shard,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    rounding: Rounding,
+    seed: int,
+) -> None:
+    """`torch.optim.AdamW.step()` on this tensor, with moments of 8 bits and the rounding modes of `adamw_step`.
+
+    Writes into all tensors except the gradient.
+
+    Args:
+        weight: a multiple of 256 elements, bf16 | fp32, contiguous.
+        gradient: shape of the weight, bf16 | fp32; copied unless it is contiguous.
+        exp_avg, exp_avg_sq: codes, uint8, shape of the weight, contiguous. Start with zeros.
+        exp_avg_scale, exp_avg_sq_scale: fp32, an element for each 256 of the weight, contiguous. Start with zeros.
+        remainder: int16, shape of the weight, with `rounding` "master" and a bf16 weight only. Start with zeros.
+        step: the number of this step, from 1.
+        shard: the part of its tensor that the weight is, in whole rows, for the random bits.
+        lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
+        rounding: "master" | "stochastic" | "nearest". fp32 weights are never rounded.
+        seed: a 64-bit integer for the random bits.
+
+    Raises:
+        ValueError: shapes, strides, dtypes or devices do not match, or a number is out of range.
+
+    Example:
+        >>> weight, gradient = torch.ones(256), torch.ones(256)
+        >>> codes, scales = torch.zeros(2, 256, dtype=torch.uint8), torch.zeros(2, 1)
+        >>> state = codes[0], scales[0], codes[1], scales[1], None
+        >>> settings = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "seed": 0}
+        >>> adamw_8bit_step(weight, gradient, *state, 1, Shard(key=0), **settings, rounding="nearest")
+        >>> weight[0], scales
+        (tensor(0.9900), tensor([[0.1000],
+                [0.0010]]))
+    """
+    hyper = Hyperparameters(lr, betas, eps, weight_decay, rounding, seed, advance=False)
+    state = (exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale)
+    _check(weight, gradient, state, remainder, step, shard, hyper)
+    if not weight.numel():
+        return
+    m, m_scale, v, v_scale = (x.view(-1) for x in state)
+    rest, run = None if remainder is None else remainder.view(-1), _step_by_reference
+    if takes_kernel(weight):
+        run = _step_by_kernel
+    run(weight.view(-1), gradient.contiguous().view(-1), m, m_scale, v, v_scale, rest, step, shard, hyper)
+
+
+def _step_by_kernel(
+    weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_scale: Tensor, exp_avg_sq: Tensor,
+    exp_avg_sq_scale: Tensor, remainder: Tensor | None, step: int, shard: Shard, hyper: Hyperparameters,
+) -> None:  # fmt: skip
+    scalars, constants = _scalars(step, shard, hyper), _constants(hyper)
+    blocks = weight.numel() // BLOCK
+    launch(
+        eight_bits_kernel, (-(-blocks // _BLOCKS),),
+        _bits(weight), _bits(gradient), exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, remainder,
+        values_on(weight.device), blocks, reference.to_int32(shard.offset), scalars.words[0], scalars.words[2],
+        scalars.size, scalars.inverse, constants.decay, constants.beta1, constants.rest1, constants.rest2,
+        constants.eps,
+        W=_DTYPES[weight.dtype], G=_DTYPES[gradient.dtype], ROUNDING=hyper.rounding, BLOCKS=_BLOCKS,
+        FAST=weight.device.type != "cpu", num_warps=_WARPS,
+    )  # fmt: skip
+
+
+def _bits(x: Tensor) -> Tensor:
+    """bf16 x as the kernel reads it."""
+    return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
+
+
+def _step_by_reference(
+    weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_scale: Tensor, exp_avg_sq: Tensor,
+    exp_avg_sq_scale: Tensor, remainder: Tensor | None, step: int, shard: Shard, hyper: Hyperparameters,
+) -> None:  # fmt: skip
+    """`_step_by_kernel` in plain PyTorch."""
+    if weight.is_meta:
+        return
+    scalars, constants = _scalars(step, shard, hyper), _constants(hyper)
+    first, second = values_on(weight.device)
+    for start in range(0, weight.numel() // BLOCK, _AT_ONCE):
+        blocks = slice(start, start + _AT_ONCE)
+        part = slice(blocks.start * BLOCK, blocks.stop * BLOCK)
+        codes = exp_avg[part].view(-1, BLOCK), exp_avg_sq[part].view(-1, BLOCK)
+        g = gradient[part].float().view(-1, BLOCK)
+        m = first[codes[0].int()] * exp_avg_scale[blocks, None] * constants.beta1 + constants.rest1 * g
+        v = second[codes[1].int()] * exp_avg_sq_scale[blocks, None]
+        v += constants.rest2 * (g * g - v)
+        for scale, largest in ((exp_avg_scale, m.abs().amax(1)), (exp_avg_sq_scale, v.amax(1))):
+            scale[blocks] = largest
+        cell = _cell(m.abs() / exp_avg_scale[blocks, None].clamp(min=TINY), 1)
+        codes[0].copy_(torch.where(m < 0, 127 - cell.clamp(max=127), 127 + cell))
+        codes[1].copy_(_cell(v / exp_avg_sq_scale[blocks, None].clamp(min=TINY), 2))
+        update = (m / ((v * scalars.inverse).sqrt() + constants.eps)).view(-1)
+        reference.step_reference(
+            weight[part], update, None, None, None if remainder is None else remainder[part],
+            (shard.offset + part.start, 1, 1), scalars, constants, hyper.rounding,
+        )  # fmt: skip
+
+
+def _cell(x: Tensor, first: int) -> Tensor:
+    """As the kernel's."""
+    decade = (x.log2() * LOG10_2 + DECADES).floor_().clamp_(0, DECADES - 1)
+    low = first * decade.exp2()
+    cell = x * (first * CELLS) * (-LOG2_5 * decade).exp2() + low * NINTHS
+    cell = torch.where(cell < low + 0.2, low - 1, torch.minimum(cell.floor(), 2 * low - 1))
+    cell = cell.clamp_(min=first) - (first - 1)
+    cell[x >= 1 - 0.225 / (64 * first)] = first * 127 + 1.0
+    cell[x < 0.5e-7 + 2.25e-7 / first] = 0.0
+    return cell.int()
+
+
+def _scalars(step: int, shard: Shard, hyper: Hyperparameters) -> reference.Scalars:
+    betas = (_as_two_fp32(hyper.betas[0]), _as_two_fp32(hyper.betas[1]))
+    return reference.scalars_reference(step, shard.key, hyper.seed, reference.to_fp32(hyper.lr), betas)
+
+
+def _check(
+    weight: Tensor, gradient: Tensor, state: tuple[Tensor, ...], remainder: Tensor | None, step: int, shard: Shard,
+    hyper: Hyperparameters,
+) -> None:  # fmt: skip
+    """Raise ValueError unless the arguments match."""
+    if hyper.rounding not in ("master", "stochastic", "nearest"):
+        raise ValueError(f"rounding must be one of master, stochastic, nearest, got {hyper.rounding!r}")
+    betas_fit = all(0.0 <= beta < 1.0 for beta in hyper.betas)
+    if not (betas_fit and hyper.eps >= 0.0 and step >= 1 and -(2**63) <= hyper.seed < 2**64):
+        raise ValueError(
+            "betas must be in [0, 1), eps at least 0, step at least 1 and seed an integer of 64 bits, got betas "
+            f"{hyper.betas}, eps {hyper.eps}, step {step} and seed {hyper.seed}"
+        )
+    if weight.dtype not in _DTYPES or weight.numel() % BLOCK or not weight.is_contiguous():
+        raise ValueError(f"weight must be bf16 or fp32, contiguous, of a multiple of {BLOCK}, got {describe(weight)}")
+    if shard.row != shard.whole_row:
+        raise ValueError(f"shard must have whole rows, got {shard}")
+    if gradient.shape != weight.shape or gradient.dtype not in _DTYPES or gradient.device != weight.device:
+        raise ValueError(f"gradient must be bf16 or fp32 {list(weight.shape)}, got {describe(gradient)}")
+    has_remainder = hyper.rounding == "master" and weight.dtype == torch.bfloat16
+    if has_remainder != (remainder is not None):
+        raise ValueError(
+            "remainder must be int16 zeros at first for a bf16 weight with rounding 'master', and None otherwise"
+        )
+    blocks = weight.numel() // BLOCK
+    names = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "remainder")
+    dtypes = (torch.uint8, torch.float32, torch.uint8, torch.float32, torch.int16)
+    for name, tensor, dtype in zip(names, (*state, remainder), dtypes, strict=True):
+        if tensor is None:
+            continue
+        size = blocks if dtype == torch.float32 else weight.numel()
+        fits = tensor.dtype == dtype and tensor.numel() == size and tensor.is_contiguous()
+        if not fits or tensor.device != weight.device:
+            expected = f"{dtype}, contiguous, of {size} elements on {weight.device}".removeprefix("torch.")
+            raise ValueError(f"{name} must be {expected}, got {describe(tensor)} on {tensor.device}")
