@@ -75,6 +75,11 @@ def _read(name: str, revision: str | None, tokenizer: PreTrainedTokenizerBase) -
             processor = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=False)
     except Unreachable:
         raise
+    except ImportError as error:
+        raise ValueError(
+            f"the data has images, and the processor of model.name {name!r} needs a package that is not installed: "
+            f"{' '.join(str(error).split())[:300]}; install it, or name the column of images in data.ignore_columns"
+        ) from error
     # Settings of processors cause errors of any type.
     except Exception as error:
         raise ValueError(_no_processor(name, " ".join(str(error).split()))) from error

@@ -9,13 +9,14 @@ import pytest
 import torch
 from PIL import Image
 from transformers import AutoProcessor
+from transformers.models.smolvlm import processing_smolvlm
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import fingerprint, pipeline, prepare
 from tasks.runtime.data.dataset import IMAGE_COLUMNS
 from tasks.runtime.data.image_files import open_picture, png_of
 from tests.runtime.data.test_formats import TEXT, forms
-from tests.runtime.helpers.vision_models import qwen2_5_vl
+from tests.runtime.helpers.vision_models import qwen2_5_vl, smolvlm
 
 FORMS = forms("## Rows with images")
 SIZES = {"a.png": (32, 16), "b.png": (16, 16)}
@@ -179,3 +180,17 @@ def test_a_model_of_texts_is_named(tmp_path, prepared):
     ignored = RunSpec.model_validate({"data": {"source": str(tmp_path / "rows.jsonl"), "ignore_columns": ["image"]}})
     data = prepare(DataRecipe.from_spec(ignored, fingerprint(ignored)), tmp_path / "out", report=print)
     assert torch.is_tensor(data.train[0]["input_ids"]) and "images" not in data.train[0]
+
+
+def test_a_package_that_the_models_processor_lacks_is_named(tmp_path, monkeypatch):
+    """SmolVLM's, whose other packages are those of all models."""
+    smolvlm(tmp_path / "model", hidden=32)
+    Image.new("RGB", (16, 16)).save(tmp_path / "a.png")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": ASKED, "images": ["a.png"]}) + "\n")
+    monkeypatch.setattr(processing_smolvlm, "num2words", None)
+    spec = RunSpec.model_validate({
+        "model": {"name": str(tmp_path / "model")}, "data": {"source": str(tmp_path / "rows.jsonl")},
+    })  # fmt: skip
+    needs = "needs a package that is not installed: .*`num2words`.*; install it, or name the column of images"
+    with pytest.raises(ValueError, match=needs):
+        prepare(DataRecipe.from_spec(spec, fingerprint(spec)), tmp_path / "data", report=print, processes=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -566,9 +565,6 @@ FAMILIES = {
     family.__name__: family
     for family in (
         qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, glm4v, gemma3, llava, llava_onevision, idefics3, internvl,
-        pixtral, mistral3, gemma4, paligemma, llama4, mllama,
+        pixtral, mistral3, gemma4, paligemma, llama4, mllama, smolvlm,
     )
 }  # fmt: skip
-# Its processor needs this package, for videos.
-if find_spec("num2words"):
-    FAMILIES["smolvlm"] = smolvlm
