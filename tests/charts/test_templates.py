@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import yaml
 
-from strata_platform.chart import queue_timeout, removal
+from strata_platform.chart import queue_timeout, removal, retention
 from strata_platform.chart.cluster_test import Cluster
 from strata_platform.estimate.prices import CONFIG_MAP, KEY, Price, parse_prices
 from strata_platform.queue_shares import Shares
@@ -470,6 +470,34 @@ def test_runs_without_prospect_are_ended_where_that_is_asked_for(helm, rendered)
     roles = [item for item in of_kind(objects, "Role") if item["metadata"]["name"] == job["metadata"]["name"]]
     assert {role["metadata"]["namespace"] for role in roles} == {tenant.namespace for tenant in settings.tenants}
     assert {verb for role in roles for rule in role["rules"] for verb in rule["verbs"]} == {"list"}
+
+
+def test_what_is_old_is_removed_with_the_least_rights(helm):
+    asked = ("--set", "retention.objects=7d,retention.checkpoints=30d,retention.folders={/runs}")
+    values = ("--values", CHART / "ci" / "teams-values.yaml", *asked)
+    for dry, verbs in (("true", {"list"}), ("false", {"list", "delete"})):
+        objects = helm.render(*values, "--set", f"retention.dryRun={dry}")
+        jobs = {(item["metadata"]["namespace"], item["metadata"]["name"]): item for item in of_kind(objects, "CronJob")}
+        tenants = {item["metadata"]["name"] for item in of_kind(objects, "Namespace")}
+        assert set(jobs) == {("strata-system", "strata-retention-objects")} | {
+            (tenant, "strata-retention-folders") for tenant in tenants
+        }
+        for (namespace, _), job in jobs.items():
+            pod = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+            assert_restricted(pod)
+            (container,) = pod["containers"]
+            given = {item["name"]: item.get("value") for item in container["env"]}[retention.VARIABLE]
+            settings = retention.Settings.model_validate_json(given)
+            assert settings.dry_run == (dry == "true")
+            if namespace in tenants:
+                # Its claims, and no token.
+                assert not pod["automountServiceAccountToken"] and container["volumeMounts"]
+                assert (settings.checkpoints, settings.runs, settings.folders) == ("30d", "", ["/runs"])
+            else:
+                assert set(settings.namespaces) == tenants and settings.objects == "7d"
+        roles = [item for item in of_kind(objects, "Role") if item["metadata"]["name"] == "strata-retention-objects"]
+        assert {role["metadata"]["namespace"] for role in roles} == tenants
+        assert {verb for role in roles for rule in role["rules"] for verb in rule["verbs"]} == verbs
 
 
 def test_what_is_tested_is_what_is_installed(rendered):

@@ -21,7 +21,7 @@ FLAVORS = "kueue.x-k8s.io", "v1beta2", "resourceflavors"
 PAIR = {"resources": {"cpu": "500m"}}
 ALONE = {"topology": {"nnodes": 1}, "parallel": {"type": "single"}, "resources": {"cpu": "600m", "memory": "2Gi"}}
 # So many steps that it still trains when the stack is upgraded and when it is removed.
-LONG = {"training": {"steps": 1200}, "checkpoint": {"every": 50}}
+LONG = {"training": {"steps": 1000}, "checkpoint": {"every": 50}}
 
 
 def shell(name):
@@ -83,3 +83,5 @@ def test_runs_go_on_after_the_stack_was_upgraded_and_removed_and_installed_again
         record = CompletionRecord.model_validate_json(run.file("record.json"))
         assert (record.status, record.restarts) == ("complete", restarts)
     assert waits.losses() == losses
+    # Of the attempts that Flyte makes of a task, a removal costs a single pod one.
+    assert [pod.metadata.name.rpartition("-")[2] for pod in alone.pods("dn0")] == ["1"] and pair.attempt() == 0

@@ -6,6 +6,11 @@ What the schema cannot say: values that are right one by one and wrong together.
 {{- include "strata.problems.queues" . }}
 {{- include "strata.problems.kueue" . }}
 {{- include "strata.problems.tolerations" (list "kernels.prepull" .Values.kernels.prepull.tolerations) }}
+{{- with .Values.retention }}
+{{- if and (or .checkpoints .runs) (not .folders) }}
+retention.folders: empty, but retention.checkpoints or retention.runs asks to remove old ones; name the mount paths of the tenants' claims that runs are in, or leave the ages out
+{{- end }}
+{{- end }}
 {{- with .Values.kernels.bake }}
 {{- if and .models (not .claim) }}
 kernels.bake.claim: empty, and kernels.bake.models has models to bake; name a claim of the tenants that keeps them, or leave models out

@@ -10,7 +10,17 @@ from strata_platform.chart.kernel_cache import Kernels
 from strata_platform.chart.observability import Observability
 from strata_platform.chart.queues import Queues
 from strata_platform.chart.tenants import Tenant, TenantSettings, Volume
-from strata_platform.chart.value_fields import Address, DnsName, ImageTag, Quantities, Repository, Values, VariableName
+from strata_platform.chart.value_fields import (
+    Address,
+    DnsName,
+    ImageTag,
+    OptionalDuration,
+    Path,
+    Quantities,
+    Repository,
+    Values,
+    VariableName,
+)
 from strata_platform.estimate.prices import Prices
 
 
@@ -66,6 +76,23 @@ class Removal(Values):
     resources: Quantities = Field({"cpu": "100m", "memory": "256Mi"}, description="Requests and limits of its pod.")
 
 
+class Retention(Values):
+    """CronJobs that remove what is old. Each age is a time such as `30d`; without one, that is kept."""
+
+    schedule: str = Field("0 3 * * *", min_length=1, description="When, in cron's format, UTC.")
+    dry_run: bool = Field(True, description="Only name what would be removed, in the log of the Jobs.")
+    objects: OptionalDuration = Field("", description="Age of finished pods and training jobs, since their end.")
+    checkpoints: OptionalDuration = Field(
+        "", description="Age of complete runs, since their last change, at which their checkpoints are removed."
+    )
+    runs: OptionalDuration = Field("", description="Age of run folders, complete or not, since their last change.")
+    folders: tuple[Path, ...] = Field((), description="Mount paths of the tenants' claims that runs are looked for in.")
+    depth: Annotated[int, Field(ge=1, le=6)] = Field(
+        3, description="How deep below these run folders lie; 2 for the spec's `output: /runs/team` in /runs."
+    )
+    resources: Quantities = Field({"cpu": "100m", "memory": "256Mi"}, description="Requests and limits of each pod.")
+
+
 class ChartValues(Values):
     """Values of the chart."""
 
@@ -79,5 +106,6 @@ class ChartValues(Values):
     observability: Observability = Field(Observability(), description="Metrics, alerts and dashboards.")
     prices: Prices = Field(Prices(), description="Prices that `strata estimate` computes costs with.")
     tests: Tests = Field(Tests(), description="Checks of `helm test`.")
+    retention: Retention = Field(Retention(), description="What is removed when it is old.")
     removal: Removal = Field(Removal(), description="What `helm uninstall` does first.")
     global_: dict[str, Any] = Field({}, alias="global", description="Helm passes this to every subchart; ignored.")

@@ -190,6 +190,7 @@ _MACHINES = f"queues: {{flavors: [{{name: f}}], {_CLUSTER_QUEUE}}}"
 
 # For the templates: right one by one, wrong together. What the message has to say.
 REFUSED_BY_THE_TEMPLATES = {
+    "old runs of nowhere": ("retention: {runs: 30d}", "retention.folders: empty"),
     "runs to be ended by nobody": ("queues: {timeout: {after: 2h}}", "queues.timeout.flyte: empty"),
     "a queue on nothing": (f"tenants: [{{{TENANT}, queues: [{{name: q, clusterQueue: shared}}]}}]\n{_MACHINES}",
         'tenants (p-d).queues (q).clusterQueue: there is no queues.clusterQueues entry "shared"; there are: q'),

@@ -38,6 +38,7 @@ NAMESPACE, RIVAL_NAMESPACE = (f"{tenant['project']}-{tenant['domains'][0]}" for 
 JOBS = ("kubeflow.org", "v1", NAMESPACE, "pytorchjobs")
 WORKLOADS = ("kueue.x-k8s.io", "v1beta2", NAMESPACE, "workloads")
 QUEUES = ("kueue.x-k8s.io", "v1beta2", NAMESPACE, "localqueues")
+SHARE = ("kueue.x-k8s.io", "v1beta2", "clusterqueues", VALUES["queues"]["clusterQueues"][0]["name"])
 # A step between two checkpoints: those since the one before are lost, and done once more.
 MIDDLE = 15
 # Seconds that anything may take, waiting for other runs included. On two idle cores a tenth of it is enough.
@@ -75,6 +76,11 @@ def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 def named(name: str, **changes: Any) -> RunSpec:
     """spec.yaml under a name of its own, with changes."""
     return RunSpec.model_validate(merged(SPEC, changes | {"name": f"{name}-{time.time_ns() // 10**9}"}))
+
+
+def over(status: client.V1JobStatus) -> client.V1JobStatus | None:
+    """The status of a Job that has ended."""
+    return status if status.succeeded or status.failed else None
 
 
 class Window:
@@ -161,12 +167,42 @@ class Cluster:
     @contextmanager
     def held(self, queue: str) -> Iterator[None]:
         """Nothing is admitted through a queue of the tenant before the block's end."""
-        door = (*QUEUES, queue)
-        self.custom.patch_namespaced_custom_object(*door, {"spec": {"stopPolicy": "Hold"}})
+        self.shut(queue, "Hold")
         try:
             yield
         finally:
-            self.custom.patch_namespaced_custom_object(*door, {"spec": {"stopPolicy": "None"}})
+            self.shut(queue, "None")
+
+    def shut(self, queue: str, policy: str) -> None:
+        """Set whether a queue of the tenant admits: `Hold`, or `None`, which admits."""
+        self.custom.patch_namespaced_custom_object(*QUEUES, queue, {"spec": {"stopPolicy": policy}})
+
+    @contextmanager
+    def cpu_quota(self, cpu: str) -> Iterator[None]:
+        """The share of the tests has only so many CPUs until the block's end."""
+        queue = self.custom.get_cluster_custom_object(*SHARE)
+        before = queue["spec"]["resourceGroups"]
+        less = copy.deepcopy(before)
+        for resource in less[0]["flavors"][0]["resources"]:
+            if resource["name"] == "cpu":
+                resource["nominalQuota"] = cpu
+        self.custom.patch_cluster_custom_object(*SHARE, {"spec": {"resourceGroups": less}})
+        try:
+            yield
+        finally:
+            self.custom.patch_cluster_custom_object(*SHARE, {"spec": {"resourceGroups": before}})
+
+    def run_cron_job(self, namespace: str, name: str) -> str:
+        """Run a CronJob now; the log of its pod, which has succeeded."""
+        batch = client.BatchV1Api()
+        template = batch.read_namespaced_cron_job(name, namespace).spec.job_template
+        own = f"{name}-{time.time_ns() // 10**9}"
+        batch.create_namespaced_job(namespace, client.V1Job(metadata=client.V1ObjectMeta(name=own), spec=template.spec))
+        status = until(f"{own} has ended", lambda: over(batch.read_namespaced_job_status(own, namespace).status))
+        (pod,) = self.core.list_namespaced_pod(namespace, label_selector=f"job-name={own}").items
+        said = str(self.core.read_namespaced_pod_log(pod.metadata.name, namespace))
+        assert status.succeeded, said
+        return said
 
     def restart(self, namespace: str, deployment: str) -> None:
         """Delete the deployment's pods, and return when others are ready in their place."""

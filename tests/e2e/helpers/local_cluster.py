@@ -180,9 +180,10 @@ def install() -> None:
 
 def install_stack() -> None:
     """The stack, as its README says."""
-    first = ["helm", "install", "strata", *RELEASE, "--create-namespace", "--set", "components.strata=false", "--wait"]
+    later = ["--set", "components.flyte=false,components.strata=false"]
+    first = ["helm", "install", "strata", *RELEASE, "--create-namespace", *later, "--wait"]
     inside(*first, limit=LIMITS["install"], text=yaml.safe_dump(own_values()))
-    upgrade(own_values())
+    upgrade(own_values(), "--wait")
 
 
 def upgrade_stack() -> None:
@@ -311,6 +312,8 @@ def own_values() -> dict[str, Any]:
         "kueue": {"controllerManager": kueue},
         "strata": {
             "image": {"repository": "registry.local/hostroot", "tag": "1"},
+            # The chart of Flyte has one service where there is one ingress.
+            "queues": {"timeout": {"flyte": f"{FLYTE}:8089"}},
             "tenantDefaults": {
                 "network": network,
                 "podTemplate": {"workingDir": "/tmp", "env": env, "volumes": [*volumes, runs]},

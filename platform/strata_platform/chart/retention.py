@@ -1,0 +1,222 @@
+"""The chart's CronJobs that remove what is old: `python -m strata_platform.chart.retention objects` or `folders`.
+
+`objects` removes finished pods and training jobs of all tenants, from the release's namespace. `folders` removes the
+checkpoints of complete runs, and the folders of runs, in a tenant's namespace, from its pod template with its claims
+and without any right. An age counts from the last change of any file of the run; the folder of a run that trains,
+evaluates or exports is locked, and is left alone. With `dry_run` nothing is removed, only named. The chart passes the
+settings as JSON in the variable STRATA_RETENTION.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from strata_platform.backends.kubernetes_objects import EXECUTION
+from strata_platform.kubernetes_api import Access, ApiError, KubernetesApi, Object
+from strata_platform.run_layout import RunLayout
+
+VARIABLE = "STRATA_RETENTION"
+_UNITS = {"s": timedelta(seconds=1), "m": timedelta(minutes=1), "h": timedelta(hours=1), "d": timedelta(days=1)}
+# A lease that was renewed so recently may belong to a machine whose lock this file system does not show.
+_LEASE = timedelta(minutes=5)
+
+
+class Settings(BaseModel):
+    """What the chart says; an empty age keeps for ever."""
+
+    dry_run: bool
+    namespaces: list[str] = []
+    objects: str = ""
+    checkpoints: str = ""
+    runs: str = ""
+    folders: list[str] = []
+    """What runs are looked for in, down to `depth` levels."""
+    depth: int = 3
+
+
+def age(text: str) -> timedelta | None:
+    """`7d` as a time; None where nothing is removed."""
+    return int(text[:-1]) * _UNITS[text[-1]] if text else None
+
+
+class Retention:
+    """What is old is removed, or named. A thing that cannot be removed keeps no other from it."""
+
+    def __init__(self, settings: Settings, now: datetime) -> None:
+        self._settings, self._now = settings, now
+        self.failed: list[str] = []
+
+    def objects(self, api: KubernetesApi) -> Iterator[str]:
+        """Finished training jobs with their pods, and finished pods of runs that have no job."""
+        longest = age(self._settings.objects)
+        if longest is None:
+            return
+        for place in self._settings.namespaces:
+            jobs = f"/apis/kubeflow.org/v1/namespaces/{place}/pytorchjobs"
+            pods = f"/api/v1/namespaces/{place}/pods"
+            for path, kind, ended in ((jobs, "job", _job_ended), (pods, "pod", _pod_ended)):
+                try:
+                    # Flyte's label: other programs' pods are none of ours.
+                    found = _items(api, path, EXECUTION)
+                except ApiError as error:
+                    self.failed.append(f"{kind}s of {place}: {error}")
+                    continue
+                for item in found:
+                    at, metadata = ended(item), item["metadata"]
+                    if at is None or self._now - at < longest or metadata.get("deletionTimestamp"):
+                        continue
+                    # Of exactly this object: another of the name may have come meanwhile.
+                    body = {"propagationPolicy": "Background", "preconditions": {"uid": metadata["uid"]}}
+                    remove = partial(api.request, "DELETE", f"{path}/{metadata['name']}", body)
+                    yield from self._remove(
+                        f"{kind} {place}/{metadata['name']}, which ended {at:%Y-%m-%d %H:%M}", remove
+                    )
+
+    def folders(self) -> Iterator[str]:
+        """Checkpoints of complete runs, and folders of runs."""
+        checkpoints, runs = age(self._settings.checkpoints), age(self._settings.runs)
+        for root in self._settings.folders if checkpoints or runs else ():
+            for folder in run_folders(Path(root), self._settings.depth):
+                run = RunLayout(folder)
+                changed = _last_change(folder)
+                if changed is None or self._is_leased(folder):
+                    continue
+                old = self._now - changed
+                if runs is not None and old >= runs:
+                    yield from self._remove_folder(run, folder, changed)
+                elif checkpoints is not None and old >= checkpoints and run.checkpoints.is_dir() and _is_complete(run):
+                    yield from self._remove_folder(run, run.checkpoints, changed)
+
+    def _is_leased(self, folder: Path) -> bool:
+        newest = _last_change(folder / ".lease")
+        return newest is not None and self._now - newest < _LEASE
+
+    def _remove_folder(self, run: RunLayout, folder: Path, changed: datetime) -> Iterator[str]:
+        size = sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file())
+
+        def remove() -> None:
+            with _locked(run.lock_file):
+                # Out of the way in one step: a start finds all of it or none.
+                gone = folder.with_name(f".{folder.name}.removed")
+                folder.rename(gone)
+                shutil.rmtree(gone)
+
+        yield from self._remove(f"{folder}, {size / 2**30:.2f} GiB, last changed {changed:%Y-%m-%d %H:%M}", remove)
+
+    def _remove(self, what: str, remove: Callable[[], object]) -> Iterator[str]:
+        if self._settings.dry_run:
+            yield f"would remove {what}"
+            return
+        try:
+            remove()
+        except BlockingIOError:
+            yield f"in use, so kept: {what}"
+        except (OSError, ApiError) as error:
+            self.failed.append(f"{what}: {error}")
+        else:
+            yield f"removed {what}"
+
+
+def run_folders(root: Path, depth: int) -> Iterator[Path]:
+    """Folders with the spec and the attempts of a run, up to `depth` levels below `root`; links are not followed."""
+    try:
+        entries = sorted(os.scandir(root), key=lambda entry: entry.name)
+    except OSError:
+        return
+    for entry in entries:
+        if not entry.is_dir(follow_symlinks=False) or entry.name.startswith("."):
+            continue
+        run = RunLayout(Path(entry.path))
+        if run.spec.is_file() and run.attempts.is_file():
+            yield run.root
+        elif depth > 1:
+            yield from run_folders(run.root, depth - 1)
+
+
+def _last_change(folder: Path) -> datetime | None:
+    """When any file of a folder was written last; None without files."""
+    times = [file.lstat().st_mtime for file in folder.rglob("*") if not file.is_dir()]
+    return datetime.fromtimestamp(max(times), UTC) if times else None
+
+
+def _is_complete(run: RunLayout) -> bool:
+    """Whether nothing of a run needs its checkpoints any more: it is complete, and its model is exported or stored."""
+    try:
+        complete = json.loads(run.record.read_text())["status"] == "complete"
+    except (OSError, ValueError, KeyError):
+        return False
+    return complete and (run.model.is_dir() or run.stored_outputs.is_file())
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a run's lock, if the file system has locks. Raises BlockingIOError if a run holds it."""
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:
+            pass
+        yield
+
+
+def _items(api: KubernetesApi, path: str, labels: str) -> list[Object]:
+    try:
+        return api.items(path, labelSelector=labels)
+    except ApiError as error:
+        # The training operator is not installed.
+        if error.status != 404:
+            raise
+        return []
+
+
+def _job_ended(job: Object) -> datetime | None:
+    ended = job.get("status", {}).get("completionTime")
+    for condition in job.get("status", {}).get("conditions") or []:
+        if condition["type"] == "Failed" and condition["status"] == "True":
+            ended = ended or condition["lastTransitionTime"]
+    return datetime.fromisoformat(ended) if ended else None
+
+
+def _pod_ended(pod: Object) -> datetime | None:
+    """Pods of a job go with the job."""
+    status = pod.get("status", {})
+    if status.get("phase") not in ("Succeeded", "Failed") or _is_of_a_job(pod):
+        return None
+    ends = [
+        (state.get("state") or {}).get("terminated", {}).get("finishedAt")
+        for state in status.get("containerStatuses") or []
+    ]
+    known = [end for end in ends if end] or [pod["metadata"]["creationTimestamp"]]
+    return max(map(datetime.fromisoformat, known))
+
+
+def _is_of_a_job(pod: Object) -> bool:
+    return any(owner["kind"] == "PyTorchJob" for owner in pod["metadata"].get("ownerReferences") or [])
+
+
+def main(what: str) -> int:
+    """Remove what is old; 1 if some of it could not be."""
+    retention = Retention(Settings.model_validate_json(os.environ[VARIABLE]), datetime.now(UTC))
+    removed = retention.folders() if what == "folders" else retention.objects(KubernetesApi(Access.of_environment()))
+    for line in removed:
+        print(line, flush=True)
+    for problem in retention.failed:
+        print(f"not removed: {problem}", flush=True)
+    return 1 if retention.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

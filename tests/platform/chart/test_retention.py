@@ -1,0 +1,148 @@
+"""What is old is removed, or named: pods, jobs, checkpoints and runs; what is in use or young stays."""
+
+import fcntl
+import json
+import os
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from strata_platform.chart.retention import Retention, Settings
+from strata_platform.kubernetes_api import ApiError
+
+NOW = datetime(2026, 11, 24, 12, tzinfo=UTC)
+OLD = (NOW - timedelta(days=8)).isoformat()
+NEW = (NOW - timedelta(hours=1)).isoformat()
+
+
+def run(root, name, days, *, status="complete", exported=True):
+    """The folder of a run whose last change was so many days ago."""
+    folder = root / name
+    for file, text in {
+        "spec.yaml": "name: x", "attempts.txt": "0\n", "record.json": json.dumps({"status": status}),
+        "checkpoints/step-10/weights.safetensors": "x" * 100,
+        **({"model/config.json": "{}"} if exported else {}),
+    }.items():  # fmt: skip
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(text)
+        at = (NOW - timedelta(days=days)).timestamp()
+        os.utime(folder / file, (at, at))
+    return folder
+
+
+def folders(root, dry_run=False, checkpoints="", runs=""):
+    settings = Settings(dry_run=dry_run, checkpoints=checkpoints, runs=runs, folders=[str(root)])
+    retention = Retention(settings, NOW)
+    return list(retention.folders()), retention.failed
+
+
+def test_checkpoints_of_old_complete_runs_are_removed_and_nothing_else_of_them(tmp_path):
+    old = run(tmp_path / "team", "old", 31)
+    young = run(tmp_path / "team", "young", 29)
+    unfinished = run(tmp_path, "unfinished", 31, status="incomplete")
+    nowhere = run(tmp_path, "not-exported", 31, exported=False)
+    said, failed = folders(tmp_path, checkpoints="30d")
+    assert [line.split(",")[0] for line in said] == [f"removed {old / 'checkpoints'}"] and not failed
+    assert sorted(path.name for path in old.iterdir()) == [".lock", "attempts.txt", "model", "record.json", "spec.yaml"]
+    assert all((folder / "checkpoints/step-10").is_dir() for folder in (young, unfinished, nowhere))
+
+
+def test_old_runs_are_removed_whole_whatever_became_of_them(tmp_path):
+    old, young = run(tmp_path, "old", 91, status="incomplete"), run(tmp_path, "young", 89)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "rows.safetensors").write_text("not a run's")
+    said, _ = folders(tmp_path, checkpoints="30d", runs="90d")
+    assert len(said) == 2 and not old.exists() and not (young / "checkpoints").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "young"]
+
+
+def test_a_dry_run_names_it_with_its_size_and_removes_nothing(tmp_path):
+    old = run(tmp_path, "old", 91)
+    (said,), _ = folders(tmp_path, dry_run=True, runs="90d")
+    assert said == f"would remove {old}, 0.00 GiB, last changed 2026-08-25 12:00"
+    assert (old / "checkpoints/step-10").is_dir() and not (old / ".lock").exists()
+
+
+def test_a_run_that_goes_on_is_left_alone(tmp_path):
+    locked, leased = run(tmp_path, "locked", 91), run(tmp_path, "leased", 91)
+    (leased / ".lease").mkdir()
+    (leased / ".lease" / "lease-000001.json").write_text("{}")
+    at = (NOW - timedelta(seconds=10)).timestamp()
+    os.utime(leased / ".lease" / "lease-000001.json", (at, at))
+    before = (NOW - timedelta(days=91)).timestamp()
+    with (locked / ".lock").open("w") as file:
+        os.utime(locked / ".lock", (before, before))
+        fcntl.flock(file, fcntl.LOCK_EX)
+        (said,), failed = folders(tmp_path, runs="90d")
+    assert said.startswith(f"in use, so kept: {locked}") and not failed
+    assert (locked / "checkpoints").is_dir() and (leased / "checkpoints").is_dir()
+
+
+def test_links_are_not_followed_out_of_the_folder(tmp_path):
+    outside = run(tmp_path / "outside", "old", 91)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "link").symlink_to(outside)
+    assert folders(tmp_path / "runs", runs="90d") == ([], [])
+    assert outside.is_dir()
+
+
+class Api:
+    """Objects of a namespace."""
+
+    def __init__(self, refuses=()):
+        self.deleted, self.refuses = [], refuses
+
+    def items(self, path, labelSelector):  # as Kubernetes spells it
+        assert labelSelector == "execution-id"
+        if "empty" in path:
+            raise ApiError(404, "NotFound", path)
+
+        def item(name, status, **more):
+            return {
+                "metadata": {"name": name, "uid": f"uid-{name}", "creationTimestamp": OLD, **more},
+                "status": status,
+            }
+
+        def pod(name, at, phase="Succeeded", **more):
+            return item(
+                name, {"phase": phase, "containerStatuses": [{"state": {"terminated": {"finishedAt": at}}}]}, **more
+            )
+
+        failed = {"type": "Failed", "status": "True", "lastTransitionTime": OLD}
+        if path.endswith("pytorchjobs"):
+            return [
+                item("old", {"completionTime": OLD}), item("failed", {"conditions": [failed]}),
+                item("new", {"completionTime": NEW}), item("trains", {"conditions": [failed | {"status": "False"}]}),
+            ]  # fmt: skip
+        return [
+            pod("old", OLD), pod("new", NEW), pod("runs", None, phase="Running"),
+            pod("worker", OLD, ownerReferences=[{"kind": "PyTorchJob"}]), pod("going", OLD, deletionTimestamp=NEW),
+            item("evicted", {"phase": "Failed"}),
+        ]  # fmt: skip
+
+    def request(self, method, path, body):
+        name = path.rpartition("/")[2]
+        if name in self.refuses:
+            raise ApiError(403, "Forbidden", f"no {name}")
+        assert (method, body["preconditions"]["uid"]) == ("DELETE", f"uid-{name}")
+        self.deleted.append("/".join(path.split("/")[-2:]))
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_finished_pods_and_jobs_are_removed_when_they_are_old(dry_run):
+    api = Api()
+    retention = Retention(Settings(dry_run=dry_run, objects="7d", namespaces=["empty", "team-a"]), NOW)
+    said = list(retention.objects(api))
+    verb = "would remove" if dry_run else "removed"
+    assert [line.split(",")[0] for line in said] == [
+        f"{verb} job team-a/old", f"{verb} job team-a/failed", f"{verb} pod team-a/old", f"{verb} pod team-a/evicted",
+    ]  # fmt: skip
+    named = ["pytorchjobs/old", "pytorchjobs/failed", "pods/old", "pods/evicted"]
+    assert api.deleted == ([] if dry_run else named)
+
+
+def test_what_cannot_be_removed_is_told_and_keeps_nothing_else():
+    api = Api(refuses=("failed",))
+    retention = Retention(Settings(dry_run=False, objects="7d", namespaces=["team-a"]), NOW)
+    assert len(list(retention.objects(api))) == 3 and len(api.deleted) == 3
+    assert retention.failed == ["job team-a/failed, which ended 2026-11-16 12:00: no failed"]
