@@ -33,6 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from strata_platform.estimate import GPUS, estimate, shape_of
 from strata_platform.spec import DataRecipe, RunSpec
@@ -44,6 +46,7 @@ from tasks.runtime.models.build import (
     materialize,
     set_special_tokens,
 )
+from tasks.runtime.models.float8 import keep_slow_layers, quantize_frozen_weight, saves_frozen_weights
 from tasks.runtime.models.lora import add_adapter
 from tasks.runtime.models.quantization import quantize_linear_layers
 from tasks.runtime.objectives.training_step import build_training_step
@@ -104,6 +107,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     # Llama 3.1 8B, and a quarter of its layers: quick to make.
     "8b": {**_COMMON, **_WIDE, "num_hidden_layers": 32},
     "8b-quarter": {**_COMMON, **_WIDE, "num_hidden_layers": 8},
+    # Llama 3.1 70B.
+    "70b": {
+        **_COMMON,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 80,
+    },
 }
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 
@@ -198,6 +210,8 @@ RUNS = (
     _run("8b", 2, training__float8="tensorwise"),
     _run("8b", 2, training__float8="rowwise"),
     _run("8b", 2, training__float8="tensorwise", adapter__type="lora"),
+    _run("70b", 1, recompute="full", training__float8="tensorwise", adapter__type="lora"),
+    _run("8b", 2, adapter__type="lora"),
     _run("8b", 2, recompute="full"),
     _run("8b", 2, recompute="full", adapter__type="lora"),
     _run("8b", 1, recompute="full", data__sequence_length=32768),
@@ -242,6 +256,21 @@ class _Nowhere:
         return []
 
 
+def _randomize(weight: torch.Tensor) -> torch.Tensor:
+    return weight.normal_(0, 0.02) if weight.ndim > 1 else weight.fill_(1)
+
+
+def _make_in_fp8(model: PreTrainedModel, device: torch.device) -> None:
+    """Random weights for a meta model, each in FP8 before the next is made: in bf16 70 billion do not fit on a GPU."""
+    torch.manual_seed(0)
+    for module in model.modules():
+        for name, empty in list(module.named_parameters(recurse=False)):
+            made = _randomize(torch.empty(empty.shape, dtype=empty.dtype, device=device))
+            setattr(module, name, nn.Parameter(made, requires_grad=empty.requires_grad))
+        quantize_frozen_weight(module, device)
+    model.tie_weights()
+
+
 def measure(run: Session, data: PreparedData, untimed: int, *, profiler: Any = None) -> dict[str, float]:
     """Tokens per second and process, and peak GiB, of one process. `profiler`: of the last step, which is not timed."""
     device = run.processes.device
@@ -250,16 +279,20 @@ def measure(run: Session, data: PreparedData, untimed: int, *, profiler: Any = N
     model = build_model_on_meta(run.spec.model)
     # Under fsdp the others get their parts of the main process's weights.
     whole = run.processes.is_main or run.spec.parallel.type == "ddp"
-    if whole:
+    in_fp8 = saves_frozen_weights(run.spec)
+    if whole and not in_fp8:
         materialize(model, device)
         torch.manual_seed(0)
         for parameter in model.parameters():
-            parameter.data.normal_(0, 0.02) if parameter.ndim > 1 else parameter.data.fill_(1)
+            _randomize(parameter.data)
     # The strategy moves them: packed weights are packed when they move, under fsdp when they are handed out.
     with quantize_linear_layers(model, run.spec):
         add_adapter(model, run.spec.adapter, run.spec.seed)
     set_special_tokens(model, data.tokenizer())
     step = build_training_step(model, run.spec, device)
+    if whole and in_fp8:
+        keep_slow_layers(model, run.spec, run.processes, torch.bfloat16, {})
+        _make_in_fp8(model, device)
     recorder = Recorder(run.spec, run.folder, run.processes, 0)
     ends: list[float] = []
     with closing(recorder):

@@ -130,10 +130,11 @@ def test_zeros(scaling, device) -> None:
     assert not float8_linear(x, w, scaling=scaling).any()
 
 
-def test_transpose(device, poisoned) -> None:
-    y = torch.randn(20, 48, device=device).to(E4M3)
-    found = transpose(y)
-    assert torch.equal(found[:, :20].float(), y.float().t()) and not found[:, 20:].float().any()
+@pytest.mark.parametrize("shape", [(20, 48), (48, 144), (272, 16)], ids=str)
+def test_transpose(shape, device, poisoned) -> None:
+    y = torch.randn(shape, device=device).to(E4M3)
+    found, rows = transpose(y), shape[0]
+    assert torch.equal(found[:, :rows].float(), y.float().t()) and not found[:, rows:].float().any()
 
 
 @torchao

@@ -29,7 +29,7 @@ FILES = {
     ],
     "experts": ["test_experts.py", "test_experts_adapters.py"],
     "optimizer": ["test_adamw.py", "test_adamw_8bit.py"],
-    "float8": ["test_float8.py"],
+    "float8": ["test_float8.py", "test_lora_linear.py"],
     "loss": ["test_cross_entropy.py", "test_linear_cross_entropy.py"],
     "log-probabilities": [
         "test_linear_logprobs.py",

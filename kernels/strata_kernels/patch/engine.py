@@ -242,6 +242,7 @@ def _patched(cls: Any, recipe: Recipe) -> Any:
     namespace = {
         "forward": _forward(cls, recipe),
         "_strata_original": cls,
+        "_strata_recipe": recipe,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,

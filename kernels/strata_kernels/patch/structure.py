@@ -25,6 +25,11 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return cls
 
 
+def recipe_of(module: nn.Module) -> Any:
+    """What the patched class of `module` computes, a recipe of `table.py`; None if it is not patched."""
+    return getattr(type(module), "_strata_recipe", None)
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The transformers model inside `torch.compile`, DistributedDataParallel and PEFT, in any nesting."""
     while True:

@@ -252,15 +252,20 @@ def quantize_frozen_weights(model: nn.Module, spec: RunSpec, device: torch.devic
     if not saves_frozen_weights(spec):
         return
     for layer in float8_layers(model).values():
-        if layer.weight.requires_grad:
-            continue
-        if layer.weight.is_meta:
-            values, inverse = torch.empty_like(layer.weight, dtype=torch.uint8), layer.weight.new_empty(1).float()
-        else:
-            values, inverse = quantize_weight(layer.weight.to(device))
-        layer.weight = nn.Parameter(values.view(torch.uint8), requires_grad=False)
-        layer.register_buffer("weight_inverse", inverse, persistent=False)
-        _set_class(layer, Float8FrozenLinear)
+        quantize_frozen_weight(layer, device)
+
+
+def quantize_frozen_weight(layer: nn.Module, device: torch.device) -> None:
+    """Keep the weight of `layer` as FP8 on `device`, if the layer multiplies in FP8 and the weight is frozen."""
+    if not isinstance(layer, Float8Linear) or layer.weight.requires_grad:
+        return
+    if layer.weight.is_meta:
+        values, inverse = torch.empty_like(layer.weight, dtype=torch.uint8), layer.weight.new_empty(1).float()
+    else:
+        values, inverse = quantize_weight(layer.weight.to(device))
+    layer.weight = nn.Parameter(values.view(torch.uint8), requires_grad=False)
+    layer.register_buffer("weight_inverse", inverse, persistent=False)
+    _set_class(layer, Float8FrozenLinear)
 
 
 def _set_class(layer: nn.Module, cls: type[nn.Module]) -> None:

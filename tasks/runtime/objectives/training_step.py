@@ -19,6 +19,7 @@ from tasks.runtime.models.build import (
     prepare_for_training,
 )
 from tasks.runtime.models.float8 import use_float8
+from tasks.runtime.models.fused_adapters import fuse_adapters
 from tasks.runtime.models.neftune import add_neftune
 from tasks.runtime.models.score_head import score_positions
 from tasks.runtime.models.varlen_attention import set_varlen_attention, uses_varlen, with_cu_seqlens
@@ -64,6 +65,8 @@ def build_training_step(
     patched = prepare_for_training(model, spec.kernels, spec.training)
     # After the kernel layer, which proves modules by the class that they have in the model's code.
     use_float8(model, spec.training)
+    if patched is not None:
+        fuse_adapters(model)
     collate = with_model_inputs(collator(spec.model.attention), model, data)
     varlen = uses_varlen(spec.model, spec.parallel, model.config, device)
     if varlen:

@@ -11,9 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._launch import describe, launch, takes_kernel
+from .._launch import describe, is_recording, launch, runs_triton, takes_kernel
 from .._operator import Operator, operator
-from .cast_kernels import float8_amax_both_kernel, float8_amax_kernel, float8_cast_kernel, float8_scale_kernel
+from .cast_kernels import (
+    float8_amax_both_kernel,
+    float8_amax_kernel,
+    float8_cast_kernel,
+    float8_scale_kernel,
+    float8_transpose_kernel,
+)
 from .largest import PARTS
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -36,6 +42,8 @@ class Launch:
 _AMAX = Launch(block=8192, programs=PARTS)
 _CAST = Launch(rows=128, columns=128)
 _SCALE = Launch(block=256, warps=4)
+# In words of four bytes.
+_TRANSPOSE = Launch(rows=32, columns=32, warps=4)
 
 
 def _dtype(e5m2: bool) -> torch.dtype:
@@ -165,11 +173,21 @@ class _CastRowwise(Operator):
 
 @operator("float8_transpose(Tensor y) -> Tensor")
 class _Transpose(Operator):
-    """The transpose of an FP8 matrix, contiguous, with columns up to a multiple of 16. In plain PyTorch."""
+    """The transpose of an FP8 matrix, contiguous, with columns up to a multiple of 16."""
 
     @staticmethod
     def forward(y: Tensor) -> Tensor:
-        return _pad(y.view(torch.uint8).t()).view(y.dtype)
+        # A weight has whole words both ways; other matrices are moved by PyTorch.
+        if not (runs_triton(y) or is_recording()) or any(size % ALIGNMENT for size in y.shape) or y.numel() == 0:
+            return _pad(y.view(torch.uint8).t()).view(y.dtype)
+        yt = _Transpose.fake(y)
+        rows, columns = y.shape[0] // 4, y.shape[1] // 4
+        launch(
+            float8_transpose_kernel, (-(-columns // _TRANSPOSE.columns), -(-rows // _TRANSPOSE.rows)),
+            y.view(torch.int32), yt.view(torch.int32), rows, columns,
+            BR=_TRANSPOSE.rows, BC=_TRANSPOSE.columns, num_warps=_TRANSPOSE.warps,
+        )  # fmt: skip
+        return yt
 
     @staticmethod
     def fake(y: Tensor) -> Tensor:

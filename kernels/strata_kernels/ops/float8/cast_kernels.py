@@ -1,4 +1,5 @@
-"""Casts to FP8 with a scale taken from the values themselves: four kernels for the two scalings.
+"""Casts to FP8 with a scale taken from the values themselves: four kernels for the two scalings, and one
+that transposes what was cast.
 
     s   = F / max(|x|)              one for the tensor, or one for each row and one for each column
     x8  = fp8(s · x)                x8ᵀ = fp8(s · x)ᵀ           F: the format's largest number, 448 or 57344
@@ -118,3 +119,27 @@ def float8_cast_kernel(
         b_yt = tl.trans(b_y.to(p_yt.dtype.element_ty))
         m_t = m_c[:, None] & (o_r < n_padded)[None, :]
         tl.store(p_yt + o_c.to(tl.int64)[:, None] * n_padded + o_r[None, :], b_yt, mask=m_t)
+
+
+@triton.jit
+def float8_transpose_kernel(p_y, p_yt, w_rows, w_cols, BR: tl.constexpr, BC: tl.constexpr):
+    """The transpose of bytes [R, C], four of them in a word: words [R, w_cols] to words [C, w_rows].
+
+    Words are transposed as a tile, and the bytes of four words by shifts: Triton moves single bytes slowly, and 3.6
+    wrongly. R and C are divisible by 4.
+    """
+    i_c, i_r = tl.program_id(0), tl.program_id(1)
+    o_r = i_r.to(tl.int64) * BR + tl.arange(0, BR)
+    o_c = i_c.to(tl.int64) * BC + tl.arange(0, BC)
+    m = (o_r < w_rows)[:, None] & (o_c < w_cols)[None, :]
+    p_w = p_y + o_r[:, None] * 4 * w_cols + o_c[None, :]
+    b_0 = tl.load(p_w, mask=m, other=0)
+    b_1 = tl.load(p_w + w_cols, mask=m, other=0)
+    b_2 = tl.load(p_w + 2 * w_cols, mask=m, other=0)
+    b_3 = tl.load(p_w + 3 * w_cols, mask=m, other=0)
+    m_t = (o_c < w_cols)[:, None] & (o_r < w_rows)[None, :]
+    p_t = p_yt + o_c[:, None] * 4 * w_rows + o_r[None, :]
+    for i in tl.static_range(4):
+        b_w = ((b_0 >> 8 * i) & 255) | (((b_1 >> 8 * i) & 255) << 8)
+        b_w |= (((b_2 >> 8 * i) & 255) << 16) | (((b_3 >> 8 * i) & 255) << 24)
+        tl.store(p_t + i * w_rows, tl.trans(b_w), mask=m_t)

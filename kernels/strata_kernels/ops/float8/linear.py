@@ -53,7 +53,7 @@ class _Threads(threading.local):
 _threads = _Threads()
 
 
-def _cast_input(x: Tensor, scaling: Scaling, columns: bool) -> Cast:
+def cast_input(x: Tensor, scaling: Scaling, columns: bool) -> Cast:
     """The cast of the input, [..., K], as a matrix; that of the layer before if it read the same."""
     if is_observed():
         # Compilers share it themselves, and a recomputation must do what the first pass did.
@@ -73,7 +73,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: Scaling, keeps: bool) -> Tensor:
-        inputs = _cast_input(x, scaling, keeps)
+        inputs = cast_input(x, scaling, keeps)
         weights = cast(weight, scaling, rows=True, columns=False)
         ctx.scaling, ctx.shape, ctx.dtype = scaling, x.shape, x.dtype
         kept = (inputs.transposed, inputs.column_inverse) if keeps else (None, None)
@@ -104,7 +104,7 @@ class _FrozenLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
-        inputs = _cast_input(x, "tensorwise", False)
+        inputs = cast_input(x, "tensorwise", False)
         ctx.shape, ctx.dtype = x.shape, x.dtype
         ctx.save_for_backward(weight, inverse)
         y = product(inputs.rows, weight, inputs.row_inverse, inverse, x.dtype, fast=True)

@@ -7,7 +7,14 @@ from torch import Tensor
 
 
 def product(
-    a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, dtype: torch.dtype, *, fast: bool = False
+    a: Tensor,
+    b: Tensor,
+    a_inverse: Tensor,
+    b_inverse: Tensor,
+    dtype: torch.dtype,
+    *,
+    fast: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`(a * a_inverse) @ (b * b_inverse).T` in `dtype`, summed in fp32.
 
@@ -16,12 +23,18 @@ def product(
         b: [N, K], FP8, contiguous; N divisible by 16.
         a_inverse, b_inverse: [1] and [1], or [M, 1] and [N, 1], fp32.
         fast: sum in the tensor cores' own, narrower accumulators.
+        out: memory for the result, [M, N], in `dtype`.
     """
     if a.device.type == "cpu":
-        return ((a.float() * a_inverse) @ (b.float() * b_inverse).t()).to(dtype)
+        y = ((a.float() * a_inverse) @ (b.float() * b_inverse).t()).to(dtype)
+        return y if out is None else out.copy_(y)
     if a_inverse.numel() == b_inverse.numel() == 1:
         a_inverse, b_inverse, given = a_inverse.view(()), b_inverse.view(()), dtype
     else:
         # With a scale for each row, PyTorch has products that give bf16 alone.
         b_inverse, given = b_inverse.view(1, -1), torch.bfloat16
-    return torch._scaled_mm(a, b.t(), a_inverse, b_inverse, out_dtype=given, use_fast_accum=fast).to(dtype)
+    if out is not None and given == dtype:
+        torch._scaled_mm(a, b.t(), a_inverse, b_inverse, out_dtype=given, use_fast_accum=fast, out=out)
+        return out
+    y = torch._scaled_mm(a, b.t(), a_inverse, b_inverse, out_dtype=given, use_fast_accum=fast).to(dtype)
+    return y if out is None else out.copy_(y)

@@ -1,0 +1,192 @@
+"""A gated feed-forward layer whose three linear layers have adapters, as one node of the autograd graph.
+
+    out = down(f(gate(x)) · up(x))
+
+gate and up are computed as `lora_linear` does, but for the products of their adapters, which the activation's kernels
+add on their way, and so does its backward pass with that of down's gradient: `gated_kernels.py`. Kept are x, the frozen
+products of gate and up, the activation's result, and what is R wide.
+"""
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from .._launch import launch, takes_kernel
+from .._operator import refuse_double_backward
+from ..activation.activation_reference import backward_reference, forward_reference
+from ..experts.experts_arguments import Function
+from ..float8.largest import PARTS, note_largest
+from .gated_kernels import adapted_gate_bwd_kernel, adapted_gate_fwd_kernel
+from .lora_linear import AdaptedLayer, Call, require_factors
+from .low_rank import LARGEST, SMALLEST, add_low_rank
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Rows and columns of a tile, warps."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+_FORWARD = Launch(rows=32, columns=128, warps=4)
+_BACKWARD = Launch(rows=32, columns=128, warps=4)
+
+# h [T, R], b [R, F] and the scale of an adapter's product.
+_Product = tuple[Tensor, Tensor, float]
+
+
+def lora_gated_layer(
+    x: Tensor, gate: AdaptedLayer, up: AdaptedLayer, down: AdaptedLayer, function: Function, *, in_fp8: bool = False
+) -> Tensor:
+    """`linear(f(linear(x, gate)) * linear(x, up), down)`, each with its adapter; differentiable in x and the adapters.
+
+    Args:
+        x: [..., K], bf16 | fp16 | fp32 | fp64.
+        gate, up: [K] → [F].
+        down: [F] → [N].
+        function: f, "silu", "gelu", "gelu_tanh" or "relu2".
+        in_fp8: whether to note the largest magnitudes of what is multiplied next, for its cast to FP8.
+
+    Returns:
+        [..., N], in the dtype of x.
+
+    Raises:
+        ValueError: the factors of an adapter do not fit.
+    """
+    for width, layer in ((x.shape[-1], gate), (x.shape[-1], up), (gate.frozen.outputs, down)):
+        require_factors(width, x.dtype, layer)
+    factors = [factor for layer in (gate, up, down) for factor in (layer.a, layer.b)]
+    call = _Layer(Call((gate, up)), Call((down,)), function, in_fp8)
+    out: Tensor = _LoraGatedLayer.apply(call, x, *factors)
+    with torch.no_grad():
+        call.down.fill(call.take_y(), (out,))
+    return out
+
+
+def takes_gated_layer(x: Tensor, *layers: AdaptedLayer) -> bool:
+    """Whether `lora_gated_layer` of x saves memory traffic: its kernels are for 16 bits and small ranks. Without a GPU
+    plain PyTorch computes it.
+    """
+    return not takes_kernel(x) or (x.element_size() == 2 and all(layer.a.shape[0] <= LARGEST for layer in layers))
+
+
+class _Layer:
+    """The layers of one call; the activation's result, once the node is made."""
+
+    def __init__(self, gate_up: Call, down: Call, function: Function, in_fp8: bool) -> None:
+        self.gate_up, self.down, self.function, self.in_fp8 = gate_up, down, function, in_fp8
+        self.y: Tensor | None = None
+
+    def take_y(self) -> Tensor:
+        """The activation's result, which is then the node's alone."""
+        y, self.y = self.y, None
+        assert y is not None
+        return y
+
+    def products(self, h: Tensor, b: Sequence[Tensor]) -> list[_Product]:
+        """Those of the adapters of gate and up."""
+        layers = zip(self.gate_up.parts(h), b, self.gate_up.layers, strict=True)
+        return [(own, factor.t(), layer.scale) for own, factor, layer in layers]
+
+
+class _LoraGatedLayer(torch.autograd.Function):
+    """Gives memory for the result, which is filled when the node is made."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Layer, x: Tensor, *factors: Tensor) -> Tensor:
+        *of_gate_up, a, _ = factors
+        h = call.gate_up.reduce(_rows(x), of_gate_up[::2])
+        frozen = []
+        for layer in call.gate_up.layers:
+            frozen.append(x.new_empty(h.shape[0], layer.frozen.outputs))
+            layer.frozen.multiply(x, layer.bias, frozen[-1])
+        y = _activate(call, frozen[0], frozen[1], call.products(h, of_gate_up[1::2]))
+        reduced = call.down.reduce(y, [a])
+        call.down.h, call.y = (reduced,), y
+        # Without what it computed: the node outlives the call.
+        ctx.call = _Layer(Call(call.gate_up.layers), Call(call.down.layers), call.function, call.in_fp8)
+        ctx.save_for_backward(x, h, *frozen, y, reduced, *factors)
+        return x.new_empty(*x.shape[:-1], call.down.layers[0].frozen.outputs)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("lora_gated_layer")
+        call: _Layer = ctx.call
+        x, h, gate, up, y, reduced, *of_gate_up, a, b = ctx.saved_tensors
+        (dy,), e, of_down = call.down.gradients(y, reduced, [a, b], (d_out,), needs_x=True)
+        gradients = _differentiate(call, dy, gate, up, call.products(h, of_gate_up[1::2]), (e, a, 1.0))
+        del dy
+        products, e, factors = call.gate_up.gradients(x, h, of_gate_up, gradients, needs_x=ctx.needs_input_grad[1])
+        dx = call.gate_up.input_gradient(e, of_gate_up[::2], products).view(x.shape) if products else None
+        return None, dx, *factors, *of_down
+
+
+def _activate(call: _Layer, gate: Tensor, up: Tensor, products: Sequence[_Product]) -> Tensor:
+    """y, [T, F]."""
+    y = torch.empty_like(gate)
+    amax = gate.new_zeros(PARTS, dtype=torch.int32) if call.in_fp8 else None
+    if not _takes_kernel(gate, products):
+        adapted = [add_low_rank(x.clone(), *product) for x, product in zip((gate, up), products, strict=True)]
+        return forward_reference(call.function, adapted[0], adapted[1], 1.0, 1.0)
+    (h_g, b_g, scale_g), (h_u, b_u, scale_u) = products
+    n_rows, n_cols = gate.shape
+    launch(
+        adapted_gate_fwd_kernel, (-(-n_cols // _FORWARD.columns), -(-n_rows // _FORWARD.rows)),
+        gate, up, y, amax, h_g, h_u, b_g, b_u, n_rows, n_cols,
+        h_g.stride(0), h_u.stride(0), *b_g.stride(), *b_u.stride(), h_g.shape[1], h_u.shape[1],
+        float(scale_g), float(scale_u), ACTIVATION=call.function, R=_rank(products),
+        BT=_FORWARD.rows, BN=_FORWARD.columns, PARTS=PARTS, num_warps=_FORWARD.warps,
+    )  # fmt: skip
+    return y if amax is None else note_largest(y, amax)
+
+
+def _differentiate(
+    call: _Layer, dy: Tensor, gate: Tensor, up: Tensor, products: Sequence[_Product], of_down: _Product
+) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up, [T, F]. May write to dy."""
+    if not _takes_kernel(gate, [*products, of_down]):
+        adapted = [add_low_rank(x.clone(), *product) for x, product in zip((gate, up), products, strict=True)]
+        dy = add_low_rank(dy, *of_down)
+        d_gate, d_up = backward_reference(call.function, dy, adapted[0], adapted[1], 1.0, 1.0)
+        assert d_up is not None
+        return d_gate, d_up
+    (h_g, b_g, scale_g), (h_u, b_u, scale_u) = products
+    e, a, _ = of_down
+    # A tile of dy is read before one is written.
+    d_gate, d_up = dy, torch.empty_like(up)
+    amax = up.new_zeros(2, PARTS, dtype=torch.int32).unbind() if call.in_fp8 else None
+    n_rows, n_cols = gate.shape
+    launch(
+        adapted_gate_bwd_kernel, (-(-n_cols // _BACKWARD.columns), -(-n_rows // _BACKWARD.rows)),
+        dy, gate, up, d_gate, d_up, *(amax or (None, None)), h_g, h_u, e, b_g, b_u, a, n_rows, n_cols,
+        h_g.stride(0), h_u.stride(0), e.stride(0), *b_g.stride(), *b_u.stride(), *a.stride(),
+        h_g.shape[1], h_u.shape[1], e.shape[1], float(scale_g), float(scale_u),
+        ACTIVATION=call.function, R=_rank([*products, of_down]),
+        BT=_BACKWARD.rows, BN=_BACKWARD.columns, PARTS=PARTS, num_warps=_BACKWARD.warps,
+    )  # fmt: skip
+    for gradient, found in zip((d_gate, d_up), amax or (), strict=False):
+        note_largest(gradient, found)
+    return d_gate, d_up
+
+
+def _takes_kernel(x: Tensor, products: Sequence[_Product]) -> bool:
+    most = max(h.shape[1] for h, _, _ in products)
+    return takes_kernel(x) and x.element_size() == 2 and most <= LARGEST and x.numel() > 0
+
+
+def _rank(products: Sequence[_Product]) -> int:
+    rank: int = triton.next_power_of_2(max(h.shape[1] for h, _, _ in products))
+    return max(SMALLEST, rank)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])

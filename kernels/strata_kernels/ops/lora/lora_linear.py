@@ -1,0 +1,195 @@
+"""Linear layers that read one input, each a frozen weight and a low-rank adapter, as one node of the autograd graph.
+
+    h   = x · Aᵀ                       A = [A₁; A₂; ...]: x is read once for all layers
+    yᵢ  = x · Wᵢᵀ + bᵢ + sᵢ · hᵢ · Bᵢᵀ
+    eᵢ  = sᵢ · dyᵢ · Bᵢ                dBᵢ = sᵢ · dyᵢᵀ · hᵢ
+    dx  = Σ dyᵢ · Wᵢ + e · A           dA = eᵀ · x
+
+With dropout, each adapter reads an x of its own, of which elements are dropped. It is made for a product and again for
+the backward pass, and neither it nor its mask is kept.
+
+The adapter's product is added to the frozen one in its memory, so yᵢ is rounded twice; as separate steps it is rounded
+four times and read and written three times more. x and h, which is R wide, are kept once for all layers.
+
+Axes: T tokens, K inputs, N outputs of a layer, R rank.
+Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021 (arXiv:2106.09685).
+"""
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._launch import describe
+from .._operator import refuse_double_backward
+from .frozen_weight import Frozen
+from .low_rank import add_low_rank
+from .seeded_dropout import seeded_dropout
+
+
+@dataclass(frozen=True)
+class AdaptedLayer:
+    """A linear layer that is not trained, and its adapter.
+
+    frozen: the weight, [N, K].
+    bias: [N], not trained either, in the dtype of the input unless the weight is FP8; or None.
+    a, b: [R, K] and [N, R], in the dtype of the input.
+    scale: of the adapter's product.
+    """
+
+    frozen: Frozen
+    bias: Tensor | None
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+def lora_linear(x: Tensor, layers: Sequence[AdaptedLayer], *, dropout: float = 0.0) -> tuple[Tensor, ...]:
+    """`linear(x, W, bias) + scale * linear(linear(x, a), b)` of each layer, differentiable in x and the adapters.
+
+    Args:
+        x: [..., K], bf16 | fp16 | fp32 | fp64.
+        layers: what reads x, one or more.
+        dropout: the share of the elements of x that each adapter does not see, below 1. The others are scaled as by
+            `torch.dropout`; seeds come from PyTorch's generator of the device.
+
+    Returns:
+        [..., N] for each layer, in the dtype of x.
+
+    Raises:
+        ValueError: the factors of an adapter do not fit x or the weight, or have another dtype.
+
+    Example:
+        >>> from strata_kernels.ops.lora.frozen_weight import ExactWeight
+        >>> x, w, a, b = torch.ones(2, 8), torch.ones(4, 8), torch.ones(1, 8), torch.ones(4, 1)
+        >>> lora_linear(x, [AdaptedLayer(ExactWeight(w), None, a, b, 0.5)])[0][0, 0]
+        tensor(12.)
+    """
+    for layer in layers:
+        require_factors(x.shape[-1], x.dtype, layer)
+    factors = [factor for layer in layers for factor in (layer.a, layer.b)]
+    # On the device: the host waits for nothing.
+    seeds = tuple(torch.randint(2**62, (1,), device=x.device) for _ in layers if dropout)
+    call = Call(tuple(layers), dropout, seeds)
+    ys: tuple[Tensor, ...] = _LoraLinear.apply(call, x, *factors)
+    # Recomputation of a checkpointed layer ends with the last tensor that a node keeps, which it does when it is made:
+    # the products behind that are not computed again.
+    with torch.no_grad():
+        call.fill(x, ys)
+    return ys
+
+
+def require_factors(width: int, dtype: torch.dtype, layer: AdaptedLayer) -> None:
+    """Raises ValueError unless the factors of an adapter fit the weight and an input of `width` in `dtype`."""
+    a, b = layer.a, layer.b
+    shapes = a.dim() == b.dim() == 2 and a.shape[1] == width and b.shape == (layer.frozen.outputs, a.shape[0])
+    if not shapes or not a.dtype == b.dtype == dtype:
+        raise ValueError(
+            f"a must be [R, {width}] and b [{layer.frozen.outputs}, R], {str(dtype)[6:]} like x, "
+            f"got {describe(a)} and {describe(b)}"
+        )
+
+
+class Call:
+    """The layers of one call, and the seeds of their dropout; h, once the node is made."""
+
+    def __init__(self, layers: tuple[AdaptedLayer, ...], dropout: float = 0.0, seeds: Sequence[Tensor] = ()) -> None:
+        self.layers, self.dropout, self.seeds = layers, dropout, seeds
+        self.h: Sequence[Tensor] = ()
+
+    def parts(self, h: Tensor) -> Sequence[Tensor]:
+        """The columns of [T, R₁ + R₂ + ...] that belong to each layer."""
+        found: Sequence[Tensor] = h.split([layer.a.shape[0] for layer in self.layers], dim=1)
+        return found
+
+    def reduce(self, x: Tensor, a: Sequence[Tensor]) -> Tensor:
+        """h."""
+        if not self.dropout:
+            return x @ _joined(a).t()
+        h = [seeded_dropout(x, seed, self.dropout) @ own.t() for seed, own in zip(self.seeds, a, strict=True)]
+        return torch.cat(h, dim=1)
+
+    def _gradients_of_a(self, x: Tensor, e: Tensor) -> Sequence[Tensor]:
+        """dA of each layer."""
+        if not self.dropout:
+            found: Sequence[Tensor] = (e.t() @ x).split([layer.a.shape[0] for layer in self.layers])
+            return found
+        parts = zip(self.seeds, self.parts(e), strict=True)
+        return [own.t() @ seeded_dropout(x, seed, self.dropout) for seed, own in parts]
+
+    def gradients(
+        self, x: Tensor, h: Tensor, factors: Sequence[Tensor], dys: Sequence[Tensor | None], *, needs_x: bool
+    ) -> tuple[list[Tensor], Tensor, list[Tensor | None]]:
+        """Frozen products whose sum is their part of dx, if it is needed; e; and dA and dB by turns."""
+        e = torch.empty_like(h) if all(dy is not None for dy in dys) else torch.zeros_like(h)
+        products: list[Tensor] = []
+        found: list[Tensor | None] = []
+        for layer, dy, b, own_h, own_e in zip(
+            self.layers, dys, factors[1::2], self.parts(h), self.parts(e), strict=True
+        ):
+            if dy is None:
+                found += [None, None]
+                continue
+            rows = _rows(dy)
+            torch.addmm(own_e, rows, b, beta=0, alpha=layer.scale, out=own_e)
+            d_b = b.new_empty(b.shape)
+            found += [None, torch.addmm(d_b, rows.t(), own_h, beta=0, alpha=layer.scale, out=d_b)]
+            if needs_x:
+                layer.frozen.add_input_gradient(dy, products)
+        found[::2] = self._gradients_of_a(_rows(x), e)
+        return products, e, found
+
+    def input_gradient(self, e: Tensor, a: Sequence[Tensor], frozen: list[Tensor]) -> Tensor:
+        """dx, of the frozen products and of the adapters."""
+        dx, *others = frozen
+        while len(others) > (0 if self.dropout else 2):
+            dx.add_(others.pop())
+        if not self.dropout:
+            return add_low_rank(dx, e, _joined(a), others=others)
+        for seed, own, factor in zip(self.seeds, self.parts(e), a, strict=True):
+            dx = seeded_dropout(own @ factor, seed, self.dropout, base=dx)
+        return dx
+
+    def fill(self, x: Tensor, ys: Sequence[Tensor]) -> None:
+        """Compute the results in their memory."""
+        for layer, h, y in zip(self.layers, self.h, ys, strict=True):
+            rows = y.view(-1, y.shape[-1])
+            layer.frozen.multiply(x, layer.bias, rows)
+            add_low_rank(rows, h, layer.b.t(), layer.scale)
+        self.h = ()
+
+
+class _LoraLinear(torch.autograd.Function):
+    """Gives memory for the results, which is filled when the node is made."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, x: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
+        h = call.reduce(_rows(x), factors[::2])
+        call.h = call.parts(h)
+        # Without what it computed: the node outlives the call.
+        ctx.call = Call(call.layers, call.dropout, call.seeds)
+        ctx.save_for_backward(x, h, *factors)
+        ctx.set_materialize_grads(False)
+        return tuple(x.new_empty(*x.shape[:-1], layer.frozen.outputs) for layer in call.layers)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("lora_linear")
+        x, h, *factors = ctx.saved_tensors
+        products, e, d_factors = ctx.call.gradients(x, h, factors, dys, needs_x=ctx.needs_input_grad[1])
+        dx = ctx.call.input_gradient(e, factors[::2], products).view(x.shape) if products else None
+        return None, dx, *d_factors
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _joined(factors: Sequence[Tensor]) -> Tensor:
+    """[R₁ + R₂ + ..., K]"""
+    return factors[0] if len(factors) == 1 else torch.cat(list(factors))

@@ -1,0 +1,72 @@
+"""Dropout whose mask is a function of a seed, so that the backward pass makes it again and nothing is kept.
+
+    keep(i) = uniform(seed, i) >= p          dropped = keep · x / (1 - p)
+
+uniform is Philox's, as `triton.language.rand` has it. In plain PyTorch it is that of a generator with the seed: another
+mask, of the same kind.
+
+Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._launch import launch, takes_kernel
+from .._operator import Operator, operator
+
+_BLOCK, _WARPS = 1024, 4
+
+
+@triton.jit
+def seeded_dropout_kernel(p_x, p_base, p_y, p_seed, n, p, BLOCK: tl.constexpr):
+    """y = dropped x, plus base if there is one; n elements, all dense."""
+    o_x = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    m = o_x < n
+    b_x = tl.load(p_x + o_x, mask=m, other=0.0).to(tl.float32)
+    b_keep = tl.rand(tl.load(p_seed), o_x) >= p
+    b_y = tl.where(b_keep, b_x / (1.0 - p), 0.0)
+    if p_base is not None:
+        b_y += tl.load(p_base + o_x, mask=m, other=0.0).to(tl.float32)
+    tl.store(p_y + o_x, b_y.to(p_y.dtype.element_ty), mask=m)
+
+
+@operator("seeded_dropout(Tensor x, Tensor? base, Tensor seed, float p) -> Tensor")
+class _SeededDropout(Operator):
+    """x and base are contiguous."""
+
+    @staticmethod
+    def forward(x: Tensor, base: Tensor | None, seed: Tensor, p: float) -> Tensor:
+        if not takes_kernel(x):
+            # Always the same on a CPU; elsewhere PyTorch's own stream of the device.
+            generator = torch.Generator(x.device).manual_seed(int(seed))
+            keep = torch.rand(x.shape, generator=generator, device=x.device) >= p
+            y = torch.where(keep, x / (1 - p), 0)
+            return y if base is None else y + base
+        y = torch.empty_like(x)
+        launch(
+            seeded_dropout_kernel, (-(-x.numel() // _BLOCK),), x, base, y, seed, x.numel(), p,
+            BLOCK=_BLOCK, num_warps=_WARPS,
+        )  # fmt: skip
+        return y
+
+    @staticmethod
+    def fake(x: Tensor, base: Tensor | None, seed: Tensor, p: float) -> Tensor:
+        return torch.empty_like(x)
+
+
+def seeded_dropout(x: Tensor, seed: Tensor, p: float, *, base: Tensor | None = None) -> Tensor:
+    """`torch.dropout(x, p, train=True)`, plus `base`, with the mask that `seed` gives. Not differentiable.
+
+    Args:
+        x: any shape, bf16 | fp16 | fp32 | fp64.
+        seed: int64, one element, on the device of x.
+        p: the share of elements that become zero, below 1.
+        base: of the shape and dtype of x.
+    """
+    y: Tensor = _SeededDropout.apply(x.contiguous(), None if base is None else base.contiguous(), seed, p)
+    return y
