@@ -4,8 +4,10 @@ import importlib.util
 import json
 
 import pytest
+import torch
 
 from benchmarks import training
+from tasks.runtime.models.float8 import Float8FrozenLinear
 
 needed = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 
@@ -34,11 +36,12 @@ def test_documents_have_about_so_many_words(tmp_path):
     assert plain.spec(tmp_path, tmp_path).name != other.spec(tmp_path, tmp_path).name
 
 
-@pytest.mark.parametrize("quantization", ["none", pytest.param("nf4", marks=needed)])
+@pytest.mark.parametrize("quantization", ["none", "float8", pytest.param("nf4", marks=needed)])
 def test_a_run_is_trained_and_timed(tmp_path, monkeypatch, quantization):
     small = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
     monkeypatch.setitem(training.SHAPES, "small", {**training.SHAPES["1b"], **small, "num_hidden_layers": 1})
-    adapter = {"adapter.type": "lora", "adapter.quantization": quantization}
+    adapter = {"adapter.type": "lora", "adapter.quantization": "nf4" if quantization == "nf4" else "none"}
+    adapter["training.float8"] = "tensorwise" if quantization == "float8" else "none"
     run = training.Run("small", 1, {"data.sequence_length": 64, "data.max_samples": 200, **adapter})
     jobs, build = [], training.build_job
     monkeypatch.setattr(training, "build_job", lambda *a, **options: jobs.append(build(*a, **options)) or jobs[-1])
@@ -47,6 +50,10 @@ def test_a_run_is_trained_and_timed(tmp_path, monkeypatch, quantization):
     assert row["estimated tokens/s/GPU"] > 0 and row["estimated GiB"] > 0
     packed = [parameter for parameter in jobs[0].unwrapped_model.parameters() if hasattr(parameter, "quant_state")]
     assert len(packed) == (7 if quantization == "nf4" else 0)
+    in_fp8 = [module for module in jobs[0].unwrapped_model.modules() if isinstance(module, Float8FrozenLinear)]
+    assert len(in_fp8) == (7 if quantization == "float8" else 0)
+    # All of them are random, and none is left as memory was.
+    assert all(layer.weight.view(torch.float8_e4m3fn).float().std() > 1 for layer in in_fp8)
     assert not list((tmp_path / run.spec(tmp_path, tmp_path).name).glob("checkpoints/*"))
 
 

@@ -62,6 +62,11 @@ def add_adapter(model: PreTrainedModel, settings: Lora | NoAdapter, seed: int) -
     empty = next(model.parameters()).is_meta
     with init_empty_weights(include_buffers=False) if empty else nullcontext(), _renaming_nothing():
         adapted = LoraModel(model, config, "default")
+    if empty:
+        # PEFT gives it the dtype of the weights when it moves it to their device, which it does not on meta.
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.data.to(model.dtype)
     # PEFT's own `modules_to_save` trains a copy beside the module, which fused operators and tied weights do not know.
     for path, module in saved_modules(model, settings):
         if any("lora_" in name for name, _ in module.named_parameters()):
