@@ -10,21 +10,24 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from pydantic_core import to_json
 
 from strata_platform import commands
-from strata_platform.client import BackendName, prices_of_cluster
+from strata_platform.client import BackendName, prices_of_cluster, project_and_domain
 from strata_platform.doctor.targets import TARGETS, checks_of
 from strata_platform.errors import BackendError, SpecError, StrataError
 from strata_platform.estimate.gpus import GPUS, gpu_kind
 
 # The spec's models take longer to import than most commands take: functions import what they use.
 if TYPE_CHECKING:
-    from strata_platform.estimate import Price
+    from strata_platform.estimate import Price, Prices
     from strata_platform.spec import RunSpec
     from strata_platform.spec.run_spec import Resources, Topology
 
@@ -186,6 +189,41 @@ def estimate_(
 
 
 @app.command()
+def costs(
+    days: Annotated[int, typer.Option(min=1, help="Of runs submitted in so many days.")] = 30,
+    prices: Annotated[
+        Path | None, typer.Option(envvar="STRATA_PRICES", help="File with a table of prices; see docs/estimate.md.")
+    ] = None,
+    format: Annotated[Literal["text", "json"], typer.Option(help="Output format.")] = "text",
+    backend: Annotated[
+        BackendName, typer.Option(envvar="STRATA_BACKEND", help="This machine, or a cluster with Flyte.")
+    ] = "local",
+) -> None:
+    """Show the GPU hours and the cost of each person's runs, from the records of complete runs.
+
+    Counted are the seconds of training steps, times the processes: not starts, repeated steps, evaluation, and runs
+    without a record, whose number is shown. On a cluster, these are the runs of STRATA_PROJECT and STRATA_DOMAIN.
+    """
+    from strata_platform.costs import CPU, used_by_owner
+
+    with commands.errors():
+        runs = commands.connect(backend).records(since=time.time() - days * 86400)
+        project = "/".join(project_and_domain()) if backend == "flyte" else "local"
+        found = used_by_owner(project, runs, _price_table(prices, backend)[1])
+    if format == "json":
+        typer.echo(to_json([asdict(used) for used in found], indent=2).decode())
+        return
+    table = [("PROJECT", "OWNER", "RUNS", "NO RECORD", "GPU HOURS", "CPU HOURS", "COST")]
+    for used in found:
+        cost = "no price" if used.cost is None else f"{used.cost:.2f} {used.currency}".rstrip()
+        hours = (f"{used.gpu_hours:.2f}", f"{used.hours.get(CPU, 0.0):.2f}")
+        table.append((project, used.owner or "-", str(used.runs), str(used.without_record), *hours, cost))
+    widths = [max(len(row[column]) for row in table) for column in range(6)]
+    for row in table:
+        typer.echo("  ".join(text.ljust(width) for text, width in zip(row, [*widths, 0], strict=True)).rstrip())
+
+
+@app.command()
 def doctor(
     target: Annotated[
         str, typer.Argument(help="; ".join(f"{name}: {what}" for name, what in TARGETS.items()))
@@ -257,23 +295,28 @@ def _kind(gpu_type: str | None) -> str:
 
 def _price(kind: str, file: Path | None, backend: BackendName) -> Price | None:
     """The price in the table of `file` or of the cluster; None without one. Warns if the price cannot be read."""
-    from strata_platform.estimate import read_prices
-    from strata_platform.estimate.prices import CONFIG_MAP
-
-    source, table = str(file), None
-    if file is not None:
-        table = read_prices(file)
-    elif backend == "flyte":
-        source = f"the cluster's config map {CONFIG_MAP}"
-        try:
-            table = prices_of_cluster()
-        except StrataError as error:
-            _warn(f"prices are not known: {error}")
+    source, table = _price_table(file, backend)
     if table is None:
         return None
     if kind not in table.gpus:
         _warn(f"{source} has no price of {kind}; it has: {', '.join(table.gpus) or 'none'}")
     return table.of(kind)
+
+
+def _price_table(file: Path | None, backend: BackendName) -> tuple[str, Prices | None]:
+    """Where prices come from, and the table; None without one. Warns if it cannot be read."""
+    from strata_platform.estimate import read_prices
+    from strata_platform.estimate.prices import CONFIG_MAP
+
+    if file is not None:
+        return str(file), read_prices(file)
+    source = f"the cluster's config map {CONFIG_MAP}"
+    if backend == "flyte":
+        try:
+            return source, prices_of_cluster()
+        except StrataError as error:
+            _warn(f"prices are not known: {error}")
+    return source, None
 
 
 def _warn(message: str) -> None:

@@ -16,9 +16,9 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from strata_platform.backends.backend import Backend, Pause, Retry
 from strata_platform.errors import BackendError, DoesNotFit, SpecError, Unreachable, WaitTimeout
@@ -181,6 +181,10 @@ class Client:
     def list(self, *, limit: int | None = None, owner: str | None = None) -> list[Run]:
         """The newest `limit` runs, or all; with `owner` only those that this person submitted."""
         return self.backend.list(limit, owner)
+
+    def records(self, *, since: float = 0.0) -> Iterator[tuple[Run, Mapping[str, Any] | None]]:
+        """The runs submitted since a time, the newest first, each with its completion record if it succeeded."""
+        return self.backend.records(since)
 
     def _require_fit(self, spec: RunSpec) -> None:
         try:

@@ -73,7 +73,7 @@ def submit(
     from strata_platform.spec.load import load_spec_argument
     from strata_platform.spec.local_files import require_local_files
 
-    with _errors():
+    with errors():
         client = connect(backend, image=image, version=version, poll=poll)
         spec = load_spec_argument(file, overrides or ())
         if backend == "local":
@@ -89,7 +89,7 @@ def submit(
 @app.command()
 def get(name: _Name, format: _Format = "text", backend: _Backend = "local") -> None:
     """Show the current state of a run."""
-    with _errors():
+    with errors():
         run = connect(backend).get(name)
     if format == "json":
         _echo_json(run, indent=2)
@@ -123,7 +123,7 @@ def list_(
     """List the newest runs."""
     if mine and owner is not None:
         raise typer.BadParameter("--mine and --owner both choose runs; leave one out")
-    with _errors():
+    with errors():
         # One more, to know whether there are more.
         runs = connect(backend).list(limit=limit + 1 if limit else None, owner=this_user() if mine else owner)
     more, runs = bool(limit) and len(runs) > limit, runs[: limit or None]
@@ -156,7 +156,7 @@ def wait(
     poll: _Poll = 1.0,
 ) -> None:
     """Show what a run is doing until it ends. Exit code 1 if it does not succeed."""
-    with _errors(), _interruptible(name):
+    with errors(), _interruptible(name):
         _end(connect(backend, poll=poll).wait(name, timeout=timeout, show=_Line().show))
 
 
@@ -170,7 +170,7 @@ def logs(
     poll: _Poll = 0.5,
 ) -> None:
     """Print the log of a run. Exit code 1 if a run that is followed does not succeed."""
-    with _errors():
+    with errors():
         client = connect(backend, poll=poll)
         if follow:
             _follow(client, name, times=times, rank=rank)
@@ -187,7 +187,7 @@ def metrics(
     poll: _Poll = 0.5,
 ) -> None:
     """Print the steps of a run; as JSON, one object per line."""
-    with _errors(), _interruptible(name):
+    with errors(), _interruptible(name):
         for point in connect(backend, poll=poll).metrics(name, follow=follow):
             if format == "json":
                 _echo_json(point)
@@ -198,7 +198,7 @@ def metrics(
 @app.command()
 def events(name: _Name, format: _Format = "text", backend: _Backend = "local") -> None:
     """Print the events of a run."""
-    with _errors():
+    with errors():
         for event in connect(backend).events(name):
             if format == "json":
                 _echo_json(event)
@@ -210,7 +210,7 @@ def events(name: _Name, format: _Format = "text", backend: _Backend = "local") -
 @app.command()
 def cancel(name: _Name, backend: _Backend = "local") -> None:
     """End a run and wait for its end. Its checkpoints stay: submit it again to continue."""
-    with _errors():
+    with errors():
         client = connect(backend, poll=0.2)
         before = client.get(name)
         after = client.cancel(name)
@@ -225,7 +225,7 @@ def outputs(
     backend: _Backend = "local",
 ) -> None:
     """Print the paths of the model, the report and the record of a run."""
-    with _errors():
+    with errors():
         found = connect(backend).outputs(name, to=to)
     if format == "json":
         _echo_json(found, indent=2)
@@ -248,7 +248,7 @@ def _echo_json(value: Any, indent: int | None = None) -> None:
 
 
 @contextmanager
-def _errors() -> Iterator[None]:
+def errors() -> Iterator[None]:
     """Print warnings and errors on standard error, without tracebacks."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     try:

@@ -31,6 +31,7 @@ COMMANDS = {
     "logs": ["logs", "run"],
     "metrics": ["metrics", "run"],
     "events": ["events", "run"],
+    "costs": ["costs", "--days", "100000"],
     "outputs": ["outputs", "done"],
     "cancel": ["cancel", "run"],
     "estimate": ["estimate", "spec.yaml"],
@@ -38,8 +39,9 @@ COMMANDS = {
     "version": ["--version"],
 }
 RECORD = {"steps": 1, "steps_asked": 1, "train_loss": 1.0, "eval_loss_after": 1.0, "tokens_per_second": 1.0,
-          "restarts": 0}  # fmt: skip
-WITH_SPEC = {"submit", "estimate", "spec"}
+          "restarts": 0, "device": "NVIDIA H200", "seconds": 1.0, "world_size": 1}  # fmt: skip
+# Prices are read as specs are.
+WITH_SPEC = {"submit", "estimate", "spec", "costs"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

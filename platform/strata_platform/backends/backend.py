@@ -82,6 +82,9 @@ class Backend(Protocol):
     def list(self, limit: int | None, owner: str | None) -> list[Run]:
         """The newest `limit` runs, or all; with `owner` only those that this person submitted."""
 
+    def records(self, since: float) -> Iterator[tuple[Run, Mapping[str, Any] | None]]:
+        """The runs submitted since a time, the newest first, each with its completion record if it succeeded."""
+
 
 def find_gpu(name: str) -> Gpu | None:
     """The GPU model with this name; warns and returns None if `GPUS` does not have it."""

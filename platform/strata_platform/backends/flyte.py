@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from math import inf
@@ -364,6 +364,18 @@ class FlyteBackend:
                 reason="NotFound",
             )
         return {kind: found[kind] for kind in kinds}
+
+    def records(self, since: float) -> Iterator[tuple[Run, Mapping[str, Any] | None]]:
+        """The records of the newest execution of each run, from the object store."""
+        known: set[str] = set()
+        with translated_errors("to list runs"):
+            for execution in self._admin.executions():
+                if created(execution) < since:
+                    return
+                run = self._run(execution)
+                if run.name not in known:
+                    known.add(run.name)
+                    yield run, self._record(execution) if run.phase is Phase.SUCCEEDED else None
 
     def list(self, limit: int | None, owner: str | None) -> list[Run]:
         """The newest runs, each as its newest execution, with the stage of those that have not ended."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import logging
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -183,6 +184,14 @@ class LocalBackend:
         runs = [self._run(files) for link in links if (files := RunFiles(link.resolve())).exists]
         found = [run for run in runs if owner in (None, run.owner)]
         return sorted(found, key=lambda run: run.submitted or 0.0, reverse=True)[:limit]
+
+    def records(self, since: float) -> Iterator[tuple[Run, Mapping[str, Any] | None]]:
+        """The records in the folders of the registry's runs."""
+        for run in self.list(None, None):
+            record = RunLayout(Path(run.where)).record
+            if (run.submitted or 0.0) >= since:
+                succeeded = run.phase is Phase.SUCCEEDED and record.exists()
+                yield run, json.loads(record.read_text()) if succeeded else None
 
     def _files(self, name: str) -> RunFiles:
         files = RunFiles((Path(name) if os.sep in name else self._registry / name).resolve())

@@ -532,6 +532,25 @@ def test_list_and_get_agree_on_what_waits(client, admin, kubernetes, caplog):
     assert caplog.messages == ["which runs wait is not known: Kubernetes refused to list workloads: you may not"]
 
 
+def test_costs_come_from_the_records_and_the_price_list_of_the_cluster(
+    client, admin, kubernetes, tmp_path, monkeypatch
+):
+    """A run counts once, by its newest execution; one that failed has no record."""
+    record = {"device": "NVIDIA H200", "seconds": 1800.0, "world_size": 4}
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    states = {"run": "SUCCEEDED", "run-x2": "SUCCEEDED", "bad": "FAILED"}
+    for name, state in states.items():
+        admin.add(name, getattr(core_pb2.WorkflowExecution, state), name.removesuffix("-x2"), owner="ada")
+        admin.outputs[name] = {kind: f"file://{tmp_path}/record.json" for kind in ("model", "report", "record")}
+    kubernetes.content["configmaps"]["strata-prices"] = (200, {"prices.yaml": "currency: USD\ngpus: {h200: 3}"})
+    monkeypatch.setenv("FLYTECTL_CONFIG", str(tmp_path / "flyte.yaml"))
+    done = CliRunner().invoke(app, ["costs", "--backend", "flyte", "--days", "100000"])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[1].split() == [
+        "flytesnacks/development", "ada", "2", "1", "2.00", "0.00", "6.00", "USD",
+    ]  # fmt: skip
+
+
 def test_the_table_of_runs_has_their_owners_and_says_when_it_is_cut(client, admin, kubernetes, tmp_path, monkeypatch):
     for number in range(3):
         admin.add(f"run-{number}", core_pb2.WorkflowExecution.FAILED, owner="ada" if number else "bob")
