@@ -29,6 +29,7 @@ from .ops.linear_cross_entropy.linear_logprobs import (
     linear_logprobs,
     linear_logprobs_with_entropy,
 )
+from .ops.linear_divergence.linear_distillation import DistillationTerms, linear_distillation
 from .ops.linear_divergence.linear_jsd import linear_cosine_distance, linear_jsd, linear_kl_div
 from .ops.linear_divergence.linear_topk import linear_topk_kl_div
 from .ops.linear_preference.linear_pairs import linear_kto, linear_preference
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from .auto import AutoModelForCausalLM as AutoModelForCausalLM
 
 __all__ = [
+    "DistillationTerms",
     "LogProbsAndEntropy",
     "LossAndPredictions",
     "LowRank",
@@ -71,6 +73,7 @@ __all__ = [
     "linear_cosine_distance",
     "linear_cross_entropy",
     "linear_cross_entropy_with_predictions",
+    "linear_distillation",
     "linear_grpo",
     "linear_jsd",
     "linear_kl_div",

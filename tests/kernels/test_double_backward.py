@@ -13,6 +13,7 @@ ONCE = (
     "log_softmax",
     "jsd",
     "kl_div",
+    "distillation",
     "tvd",
     "preference",
     "kto",

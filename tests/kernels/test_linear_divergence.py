@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from strata_kernels import linear_cosine_distance, linear_jsd, linear_kl_div, linear_topk_kl_div
+from strata_kernels import (
+    linear_cosine_distance,
+    linear_distillation,
+    linear_jsd,
+    linear_kl_div,
+    linear_topk_kl_div,
+)
 from strata_kernels.ops.head import head_pass, memory
 from strata_kernels.ops.linear_divergence import row_divergences
 from tests.kernels.test_divergence import hold_loss, log_probs, plain, reduced
@@ -116,6 +122,67 @@ def test_cosine_matches_fp64(options, shape, dtype, device, compare_trained, poi
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(16, 11, 33, 20), (36, 300, 17, 40), SHAPES[2], *FULL], ids=str)
+@pytest.mark.parametrize(
+    ("options", "classes"),
+    [
+        ({}, 0),
+        ({"num_items": 5}, -2),
+        ({}, 2),
+        ({"beta": 0.3, "temperature": 2.0, "softcap": 3.0}, -2),
+        ({"label_weight": 0.0}, -2),
+    ],
+    ids=str,
+)
+def test_distillation_matches_fp64(options, classes, shape, dtype, path, device, compare_trained, poisoned) -> None:
+    """Both parts from one pass, also where the vocabularies are padded to different sizes."""
+    if shape in FULL and path != "gpu":
+        pytest.skip("a size for a GPU")
+    given = Problem(*shape, device, dtype)
+    head = torch.randn(shape[1] + classes, shape[3], device=device).mul(shape[3] ** -0.5).to(dtype)
+    both, kind = min(head.shape[0], shape[1]), "jsd" if "beta" in options else "forward"
+    weights = options.get("label_weight", 0.5), 0.7
+
+    def torchs(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        z = squashed(functional.linear(x, weight, bias), options.get("softcap"))
+        t = functional.linear(given.teacher[0].to(x.dtype), head.to(x.dtype)).to(z.dtype)
+        found = [log_probs(y[:, :both], options.get("temperature", 1.0)) for y in (z, t)]
+        entropy = functional.cross_entropy(z, given.target, reduction="none")
+        rows = weights[0] * entropy + weights[1] * plain(kind, *found, options.get("beta", 0.5))
+        return reduced(rows, given.target, num_items=options.get("num_items"))
+
+    budget = 2**27 if shape in FULL else 2**16
+    compare_trained(
+        lambda x, w, b: linear_distillation(
+            x, w, given.teacher[0], head, given.target, bias=b, divergence_weight=0.7, **options, chunk_bytes=budget
+        ).loss,
+        torchs, given.student,
+    )  # fmt: skip
+
+
+def test_parts_of_distillation_are_those_of_its_functions(device) -> None:
+    """Without their weights, and without gradient; so are more rows than were told."""
+    given = Problem(12, 40, 8, 12, device, torch.float32)
+    x, weight, bias = given.student
+    for options in ({}, {"max_targets": 9}):
+        loss, entropy, divergence = linear_distillation(
+            x, weight.requires_grad_(), *given.teacher, given.target, beta=0.3, temperature=2.0, bias=bias, **options
+        )
+        assert loss.requires_grad and not entropy.requires_grad and not divergence.requires_grad
+        z, t = functional.linear(x, weight, bias), functional.linear(*given.teacher)
+        rows = plain("jsd", log_probs(z, 2.0), log_probs(t, 2.0), 0.3)
+        torch.testing.assert_close(entropy, functional.cross_entropy(z, given.target))
+        torch.testing.assert_close(divergence, reduced(rows, given.target))
+        torch.testing.assert_close(loss, (entropy + divergence) / 2)
+    terms = linear_distillation(x, weight, *given.teacher, given.target, bias=bias, max_targets=8)
+    assert all(term.isnan() for term in terms)
+    with pytest.raises(ValueError, match=r"beta 1.5 must be between 0 and 1"):
+        linear_distillation(x, weight, *given.teacher, given.target, beta=1.5)
+    with pytest.raises(ValueError, match=r"teacher_x .* must have the leading shape of x"):
+        linear_distillation(x, weight, given.teacher[0][1:], given.teacher[1], given.target)
+
+
 def test_cosine_of_a_row_of_zeros(device) -> None:
     x, weight = torch.zeros(2, 3, device=device), torch.eye(3, device=device)
     x[1, 0] = 1.0
@@ -218,10 +285,13 @@ def everything(given: Problem) -> dict[str, Callable[..., Tensor]]:
     def top(x: Tensor, w: Tensor, b: Tensor, **options: Any) -> Tensor:
         return linear_topk_kl_div(x, w, tokens, told, given.target, bias=b, **options)
 
-    return {"jsd": jsd, "topk": top}
+    def both(x: Tensor, w: Tensor, b: Tensor, **options: Any) -> Tensor:
+        return linear_distillation(x, w, *given.teacher, given.target, bias=b, beta=0.5, **options).loss
+
+    return {"jsd": jsd, "topk": top, "both": both}
 
 
-@pytest.mark.parametrize("name", ["jsd", "topk"])
+@pytest.mark.parametrize("name", ["jsd", "topk", "both"])
 def test_compiled_equals_eager(name, device, gradients) -> None:
     given = Problem(7, 30, 8, 12, device, torch.float32)
     function = lambda x, w, b: everything(given)[name](x.sin(), w, b, temperature=0.8).cos()  # noqa: E731
@@ -233,7 +303,7 @@ def test_compiled_equals_eager(name, device, gradients) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", ["jsd", "topk"])
+@pytest.mark.parametrize("name", ["jsd", "topk", "both"])
 def test_runs_repeat_and_a_frozen_head_saves_a_product(name, device, monkeypatch) -> None:
     given = Problem(6, 20, 8, 12, device, torch.float32)
     call, flops = everything(given)[name], []
@@ -255,13 +325,13 @@ def test_runs_repeat_and_a_frozen_head_saves_a_product(name, device, monkeypatch
         leaves = [x.requires_grad_(), weight.detach().requires_grad_(not frozen)]
         loss = call(*leaves, None)
         found.append([loss, *torch.autograd.grad(loss, leaves[: 2 - frozen])])
-        teacher = 2 * 6 * 20 * 12 if name == "jsd" else 0
+        teacher = 0 if name == "topk" else 2 * 6 * 20 * 12
         assert sum(flops) == products * 6 * 20 * 8 + teacher
     assert all(torch.equal(a, b) for a, b in zip(found[0], found[1], strict=True))
     assert torch.equal(found[0][1], found[2][1])
 
 
-@pytest.mark.parametrize("name", ["jsd", "topk"])
+@pytest.mark.parametrize("name", ["jsd", "topk", "both"])
 def test_ignored_rows_are_dropped(name, device, gradients, monkeypatch) -> None:
     """Nine of twelve rows are not ignored."""
     given = Problem(12, 40, 8, 12, device, torch.float32)
@@ -277,7 +347,7 @@ def test_ignored_rows_are_dropped(name, device, gradients, monkeypatch) -> None:
     assert call(*given.student, max_targets=8).isnan()
 
 
-@pytest.mark.parametrize("name", ["jsd", "topk"])
+@pytest.mark.parametrize("name", ["jsd", "topk", "both"])
 def test_fp64_is_differentiated_exactly(name, device) -> None:
     given = Problem(5, 8, 3, 4, device, torch.float64)
     call = everything(given)[name]
@@ -285,7 +355,7 @@ def test_fp64_is_differentiated_exactly(name, device) -> None:
     assert torch.autograd.gradcheck(lambda *t: call(*t, temperature=1.5, softcap=3.0), leaves)
 
 
-@pytest.mark.parametrize("name", ["jsd", "topk"])
+@pytest.mark.parametrize("name", ["jsd", "topk", "both"])
 def test_transforms_of_functions_see_plain_pytorch(name, device) -> None:
     given = Problem(5, 8, 3, 4, device, torch.float32)
     call = everything(given)[name]

@@ -10,13 +10,13 @@ et al. (arXiv:2306.13649).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
-from strata_kernels import linear_cross_entropy, linear_jsd, linear_topk_kl_div
+from strata_kernels import linear_cross_entropy, linear_distillation, linear_jsd, linear_topk_kl_div
 from strata_platform.spec.objectives import Distill as Settings
 from tasks.runtime.data.dataset import IGNORE_INDEX
 from tasks.runtime.objectives.head_sums import Head, head_sums
@@ -53,9 +53,7 @@ def distillation(
     """
     assert labelled or settings.weight == 1
     if head.weight is not None and teacher.weight is not None:
-        entropy = label_share(x, head, labels, settings, items, max_targets) if labelled else torch.zeros_like(items)
-        divergence = _of_heads(x, head, labels, teacher_x, teacher, settings, items, max_targets)
-        return combined(entropy, divergence, settings)
+        return _of_heads(x, head, labels, teacher_x, teacher, settings, items, max_targets, labelled)
     labels, x, teacher_x = labels.flatten(), x.flatten(0, 1), teacher_x.flatten(0, 1)
     # Rows with a label first, in order; the others add nothing.
     kept = (labels == IGNORE_INDEX).to(torch.uint8).argsort(stable=True)[:max_targets]
@@ -137,39 +135,35 @@ def _of_heads(
     settings: Settings,
     items: Tensor,
     max_targets: int | None,
-) -> Tensor:
-    """The divergence alone."""
+    labelled: bool,
+) -> Shares:
+    """As `distillation`, from one pass over the logits of both heads."""
     assert head.weight is not None and teacher.weight is not None
+    factor = settings.weight * settings.temperature**2
+    inputs = [x, head.weight, teacher_x.to(x.dtype), teacher.weight.to(head.weight.dtype), labels]
+    bias, teacher_bias = head.bias, None if teacher.bias is None else teacher.bias.to(head.weight.dtype)
+    options: dict[str, Any] = {
+        "beta": _beta(settings), "temperature": settings.temperature,
+        "softcap": head.softcap, "teacher_softcap": teacher.softcap, "num_items": items, "max_targets": max_targets,
+    }  # fmt: skip
+    if labelled:
+        terms = linear_distillation(
+            *inputs, label_weight=1 - settings.weight, divergence_weight=factor,
+            bias=bias, teacher_bias=teacher_bias, **options,
+        )  # fmt: skip
+        return Shares(*terms)
     common = min(head.weight.shape[0], teacher.weight.shape[0])
-    (weight, bias), (teacher_weight, teacher_bias) = (_leading(one, common) for one in (head, teacher))
-    with torch.set_grad_enabled(torch.is_grad_enabled() and settings.weight > 0):
-        return linear_jsd(
-            x,
-            weight,
-            teacher_x.to(x.dtype),
-            teacher_weight.to(weight.dtype),
-            labels,
-            beta=_beta(settings),
-            temperature=settings.temperature,
-            bias=bias,
-            teacher_bias=None if teacher_bias is None else teacher_bias.to(weight.dtype),
-            softcap=head.softcap,
-            teacher_softcap=teacher.softcap,
-            num_items=items,
-            max_targets=max_targets,
-        )
+    inputs[1], inputs[3] = inputs[1][:common], inputs[3][:common]
+    biases = {"bias": bias, "teacher_bias": teacher_bias}
+    options |= {name: None if value is None else value[:common] for name, value in biases.items()}
+    divergence = linear_jsd(*inputs, **options)
+    return Shares(factor * divergence, torch.zeros_like(items), divergence.detach())
 
 
 def _beta(settings: Settings) -> float:
     """The place of the divergence between both directions of the Kullback-Leibler divergence."""
     between = 0.5 if settings.beta is None else settings.beta
     return {"forward_kl": 0.0, "reverse_kl": 1.0}.get(settings.divergence, between)
-
-
-def _leading(head: Head, tokens: int) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of the first tokens of the vocabulary."""
-    assert head.weight is not None
-    return head.weight[:tokens], None if head.bias is None else head.bias[:tokens]
 
 
 def _of_logits(z: Tensor, t: Tensor, labels: Tensor, settings: Settings) -> Tensor:

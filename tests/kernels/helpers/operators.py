@@ -343,6 +343,14 @@ OPERATORS = {
         lambda x, w, tx, tw: torch_jsd(functional.linear(x, w), functional.linear(tx, tw)).mean(),
         {"x": (2, 2, 8), "weight": (7, 8)}, ((),), TEACHER_HEAD,
     ),
+    "linear_distillation": Operator(
+        lambda *tensors: strata_kernels.linear_distillation(*tensors, beta=0.5).loss,
+        lambda x, w, tx, tw, target: (
+            functional.cross_entropy(functional.linear(x, w).flatten(0, 1), target.flatten())
+            + torch_jsd(functional.linear(x, w), functional.linear(tx, tw))[target != -100].mean()
+        ) / 2,
+        {"x": (2, 2, 8), "weight": (7, 8)}, ((),), {**TEACHER_HEAD, **TARGET},
+    ),
     "linear_kl_div": Operator(
         strata_kernels.linear_kl_div,
         lambda x, w, tx, tw: torch_kl(functional.linear(x, w), functional.linear(tx, tw)).mean(),

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy, kl_div, linear, log_softmax
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from strata_kernels import linear_cross_entropy
+from strata_kernels.ops.linear_divergence import row_divergences
 from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.objectives import Distill as Settings
 from tasks.runtime import checkpoint
@@ -21,7 +21,6 @@ from tasks.runtime.objectives import (
     build_objective,
     head_sums,
     require_same_tokens,
-    teacher_divergence,
 )
 from tasks.runtime.objectives.head_sums import Head
 from tasks.runtime.objectives.teacher_divergence import distillation
@@ -119,17 +118,26 @@ def test_frozen_heads_get_no_gradient_and_logits_are_rows_too(heads):
 
 def test_what_only_one_part_of_the_loss_needs_is_not_computed(monkeypatch):
     """A weight of 1 is the divergence alone: the gradient of the cross entropy, half of the work, is left out."""
-    asked = []
+    asked, products = [], []
 
-    def watched(*arguments, **options):
-        asked.append(torch.is_grad_enabled())
-        return linear_cross_entropy(*arguments, **options)
+    def watched(*arguments):
+        asked.append(arguments[-1] is not None)
+        return divergence_rows(*arguments)
 
-    monkeypatch.setattr(teacher_divergence, "linear_cross_entropy", watched)
+    def counted(*arguments, **options):
+        products.append(arguments)
+        return mm(*arguments, **options)
+
+    divergence_rows, mm = row_divergences.divergence_rows, torch.mm
+    monkeypatch.setattr(row_divergences, "divergence_rows", watched)
+    monkeypatch.setattr(torch, "mm", counted)
     x, weight, _, labels, teacher_x, teacher_weight, _ = tensors(torch.float32)
     for share in (1.0, 0.5):
         settings, items = settings_of("forward_kl", weight=share), torch.tensor(15)
+        products.clear()
         distillation(x.requires_grad_(), Head(weight), labels, teacher_x, Head(teacher_weight), settings, items)
+        # The logits of both heads.
+        assert len(products) == 2
     assert asked == [False, True]
 
 

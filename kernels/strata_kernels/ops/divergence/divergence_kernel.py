@@ -173,10 +173,23 @@ def _row_sum(p_words, PARTS: tl.constexpr, PADDED: tl.constexpr):
     return tl.sum(tl.where(tl.arange(0, PADDED) < PARTS, b_sum, 0.0), 0)
 
 
+@triton.jit
+def _add_labels(
+    b_dz, b_x, o_v, i_n, p_target, p_label_scale, p_largest, p_log_sum, stride_label_scale, SOFTCAP: tl.constexpr
+):
+    """b_dz with the gradient of the cross entropy of a row's label, at temperature 1, if p_label_scale is given."""
+    if p_label_scale is not None:
+        scale = tl.load(p_label_scale + i_n.to(tl.int64) * stride_label_scale)
+        b_below = _shape(b_x, SOFTCAP, 1.0) - tl.load(p_largest + i_n) - tl.load(p_log_sum + i_n)
+        b_of_row = tl.exp2(b_below * _LOG2E) - tl.where(o_v == tl.load(p_target + i_n), 1.0, 0.0)
+        b_dz += b_of_row * scale * _slope(b_x, SOFTCAP, 1.0)
+    return b_dz
+
+
 @triton.jit(do_not_specialize=["n_parts", "distance"])
 def divergence_kernel(
-    p_z, p_t, p_dz, p_target, p_scale, p_partial, p_words,
-    n_parts, distance, stride_z, stride_t, stride_dz, stride_scale, ignore_index,
+    p_z, p_t, p_dz, p_target, p_scale, p_label_scale, p_largest, p_log_sum, p_partial, p_words,
+    n_parts, distance, stride_z, stride_t, stride_dz, stride_scale, stride_label_scale, ignore_index,
     V: tl.constexpr, KIND: tl.constexpr, BETA: tl.constexpr,
     SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr, NORMALIZED: tl.constexpr,
     GRADIENT: tl.constexpr, KEEP: tl.constexpr, NARROW: tl.constexpr, FAST: tl.constexpr,
@@ -184,7 +197,9 @@ def divergence_kernel(
 ):  # fmt: skip
     """Losses of parts of rows, p_partial [N, PARTS], and p_dz [N, V], which may be p_z.
 
-    NORMALIZED: z and t are log-probabilities, and dz is the gradient with respect to them: no phase waits.
+    p_label_scale [N]: scales of the gradients of the targets' cross entropies, which are added; p_largest and p_log_sum
+    [N] then are statistics of the rows. NORMALIZED: z and t are log-probabilities, and dz is the gradient with respect
+    to them: no phase waits.
     """
     i_a = tl.program_id(0)
     o_a = i_a % PARTS * BLOCK + tl.arange(0, BLOCK)
@@ -214,6 +229,9 @@ def divergence_kernel(
                         tl.store(p_words + 2 * n_parts + i_a, _pack(tl.sum(b_cp, 0), 1))
                         row_sum = _row_sum(p_words + 2 * n_parts + i_n * PARTS, PARTS, PADDED)
                 b_dz = (b_cp - b_p * row_sum) * scale * _slope(b_x, SOFTCAP, TEMPERATURE)
+                b_dz = _add_labels(
+                    b_dz, b_x, o_a, i_n, p_target, p_label_scale, p_largest, p_log_sum, stride_label_scale, SOFTCAP
+                )
                 p_to = p_dz + i_n.to(tl.int64) * stride_dz + o_a
                 tl.store(p_to, b_dz.to(p_dz.dtype.element_ty), mask=o_a < V)
         else:
@@ -232,8 +250,9 @@ def divergence_kernel(
             )  # fmt: skip
         if GRADIENT and i_b - distance >= 0:
             _finish_part(
-                p_z, p_t, p_dz, p_target, p_scale, p_words, (i_b - distance) // PARTS, (i_b - distance) % PARTS,
-                n_parts, stride_z, stride_t, stride_dz, stride_scale,
+                p_z, p_t, p_dz, p_target, p_scale, p_label_scale, p_largest, p_log_sum, p_words,
+                (i_b - distance) // PARTS, (i_b - distance) % PARTS,
+                n_parts, stride_z, stride_t, stride_dz, stride_scale, stride_label_scale,
                 ignore_index, V, KIND, BETA, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, NARROW, FAST, PARTS, PADDED, BLOCK,
             )  # fmt: skip
         if counted:
@@ -278,8 +297,8 @@ def _sum_part(
 
 @triton.jit
 def _finish_part(
-    p_z, p_t, p_dz, p_target, p_scale, p_words, i_n, i_c, n_parts, stride_z, stride_t, stride_dz, stride_scale,
-    ignore_index,
+    p_z, p_t, p_dz, p_target, p_scale, p_label_scale, p_largest, p_log_sum, p_words, i_n, i_c, n_parts,
+    stride_z, stride_t, stride_dz, stride_scale, stride_label_scale, ignore_index,
     V: tl.constexpr, KIND: tl.constexpr, BETA: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
     TEMPERATURE: tl.constexpr, NARROW: tl.constexpr, FAST: tl.constexpr,
     PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
@@ -297,6 +316,9 @@ def _finish_part(
         row_sum = _row_sum(p_words + 2 * n_parts + i_n * PARTS, PARTS, PADDED)
         scale = _scaled(tl.load(p_scale + i_n.to(tl.int64) * stride_scale), KIND, BETA)
         b_dz = (b_cp - b_p * row_sum) * scale * _slope(b_x, SOFTCAP, TEMPERATURE)
+        b_dz = _add_labels(
+            b_dz, b_x, o_v, i_n, p_target, p_label_scale, p_largest, p_log_sum, stride_label_scale, SOFTCAP
+        )
         tl.store(p_to, b_dz.to(p_dz.dtype.element_ty), mask=o_v < V)
     else:
         tl.store(p_to, tl.zeros([BLOCK], p_dz.dtype.element_ty), mask=o_v < V)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -11,7 +11,13 @@ from torch import Tensor
 
 from .._launch import launch, multiprocessors, takes_kernel
 from .divergence_kernel import FORWARD_KL, JSD, REVERSE_KL, TVD, divergence_kernel
-from .divergence_reference import COSINE_EPS, Form, reference_divergence, reference_gradient
+from .divergence_reference import (
+    COSINE_EPS,
+    Form,
+    reference_divergence,
+    reference_gradient,
+    reference_label_gradient,
+)
 from .whole_row_kernels import cosine_kernel, tvd_probabilities_kernel
 
 _KINDS = {"forward_kl": FORWARD_KL, "reverse_kl": REVERSE_KL, "jsd": JSD, "tvd": TVD}
@@ -51,9 +57,22 @@ _TILES = (
 )
 
 
+class Labels(NamedTuple):
+    """Cross entropies of the targets, whose gradients are added.
+
+    scale: [N], of the dtype of the losses, may be an expanded scalar.
+    largest, log_sum: [N], statistics of the rows at temperature 1, with the softcap of the form.
+    """
+
+    scale: Tensor
+    largest: Tensor
+    log_sum: Tensor
+
+
 def divergence_rows(
-    z: Tensor, t: Tensor, target: Tensor, scale: Tensor | None, loss: Tensor, form: Form, dz: Tensor | None = None
-) -> None:
+    z: Tensor, t: Tensor, target: Tensor, scale: Tensor | None, loss: Tensor, form: Form, dz: Tensor | None = None,
+    labels: Labels | None = None,
+) -> None:  # fmt: skip
     """Fill `loss` with the divergences of rows, and dz, which may be z, with scale · dloss/dz.
 
     Args:
@@ -64,7 +83,10 @@ def divergence_rows(
         loss: [N], fp32 (fp64 for fp64).
         form: the form of the divergence.
         dz: [N, V], of z's dtype, adjacent columns; None for no gradient.
+        labels: cross entropies whose gradients are added to dz; targets may lie beyond the V columns.
     """
+    # Log-probabilities and distances without a softmax have no cross entropy.
+    assert labels is None or not (form.normalized or form.divergence in _WHOLE_ROW)
     if takes_kernel(z) and form.divergence in _WHOLE_ROW:
         kernel, constants = _WHOLE_ROW[form.divergence]
         launch(
@@ -76,17 +98,21 @@ def divergence_rows(
         )  # fmt: skip
         return
     if takes_kernel(z):
-        _launch(z, t, target, scale, loss, form, dz)
+        _launch(z, t, target, scale, loss, form, dz, labels)
         return
     loss.copy_(reference_divergence(z, t, target, form))
     if dz is not None:
         assert scale is not None
-        dz.copy_(reference_gradient(z, t, target, scale, form))
+        value = reference_gradient(z, t, target, scale, form)
+        if labels is not None:
+            value += reference_label_gradient(z, target, *labels, form)
+        dz.copy_(value)
 
 
 def _launch(
-    z: Tensor, t: Tensor, target: Tensor, scale: Tensor | None, loss: Tensor, form: Form, dz: Tensor | None
-) -> None:
+    z: Tensor, t: Tensor, target: Tensor, scale: Tensor | None, loss: Tensor, form: Form, dz: Tensor | None,
+    labels: Labels | None,
+) -> None:  # fmt: skip
     n_rows, vocabulary = z.shape
     tile = next(tile for tile in _TILES if max(z.itemsize, t.itemsize) <= tile.itemsize)
     block = min(max(triton.next_power_of_2(vocabulary), 128), tile.block)
@@ -102,9 +128,9 @@ def _launch(
     words = None if form.normalized else z.new_zeros(3 * n_parts, dtype=torch.int64)
     launch(
         divergence_kernel, (n_parts + (1 + (dz is not None)) * distance,),
-        z, t, dz, target, scale, partial, words,
+        z, t, dz, target, scale, *(labels or (None, None, None)), partial, words,
         n_parts, distance, z.stride(0), t.stride(0), 0 if dz is None else dz.stride(0),
-        0 if scale is None else scale.stride(0), form.ignore_index,
+        0 if scale is None else scale.stride(0), 0 if labels is None else labels.scale.stride(0), form.ignore_index,
         V=vocabulary, KIND=_KINDS[form.divergence], BETA=form.beta,
         SOFTCAP=form.softcap, TEACHER_SOFTCAP=form.teacher_softcap, TEMPERATURE=form.temperature,
         NORMALIZED=form.normalized, GRADIENT=dz is not None, KEEP=keep,

@@ -10,5 +10,6 @@ them with a frozen head. Logits of some rows of both are in memory at a time; th
     row_divergences     what a pass over the logits does for a divergence
     summed_divergence   what their operators share
     linear_jsd          linear_jsd, linear_kl_div, linear_cosine_distance: a teacher with a head
+    linear_distillation  linear_distillation: labels and a teacher with a head
     linear_topk         linear_topk_kl_div: a teacher known by its likeliest tokens
 """

@@ -64,7 +64,9 @@ class _LinearDivergence(SummedDivergence):
         return losses.sum() / divisor, *gradients
 
 
-class _Options(NamedTuple):
+class TeacherOptions(NamedTuple):
+    """What the functions of a teacher with a head have in common, as they are called."""
+
     divergence: Divergence
     beta: float
     temperature: float
@@ -139,7 +141,7 @@ def linear_jsd(
     """
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"beta {beta} must be between 0 and 1")
-    options = _Options(
+    options = TeacherOptions(
         of_beta(beta), float(beta), float(temperature), softcap, teacher_softcap, ignore_index, reduction, num_items,
         max_targets, accumulate, chunk_bytes,
     )  # fmt: skip
@@ -179,7 +181,7 @@ def linear_kl_div(
         >>> x, weight = torch.randn(2, 8, 16), torch.randn(32, 16, requires_grad=True)
         >>> linear_kl_div(x, weight, torch.randn(2, 8, 24), torch.randn(32, 24), temperature=2.0).backward()
     """
-    options = _Options(
+    options = TeacherOptions(
         of_direction(direction), 0.0, float(temperature), softcap, teacher_softcap, ignore_index, reduction, num_items,
         max_targets, accumulate, chunk_bytes,
     )  # fmt: skip
@@ -216,19 +218,19 @@ def linear_cosine_distance(
         >>> x, weight = torch.randn(2, 8, 16), torch.randn(32, 16, requires_grad=True)
         >>> linear_cosine_distance(x, weight, torch.randn(2, 8, 24), torch.randn(32, 24)).backward()
     """
-    options = _Options(
+    options = TeacherOptions(
         "cosine", 0.0, 1.0, None, None, ignore_index, reduction, num_items, max_targets, accumulate, chunk_bytes
     )
     return _linear_divergence(x, weight, bias, target, Teacher(teacher_x, teacher_weight, teacher_bias), options)
 
 
 def _linear_divergence(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None, teacher: Teacher, options: _Options
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None, teacher: Teacher, options: TeacherOptions
 ) -> Tensor:
     if target is None:
         # Any number but ignore_index.
         target = torch.full(x.shape[:-1], options.ignore_index + 1, device=x.device)
-    _check(x, weight, bias, target, teacher, options)
+    check_teacher(x, weight, bias, target, teacher, options)
     x, weight, bias = autocast(x, weight, bias)
     teacher = Teacher(*autocast(*teacher))
     check_dtypes(x, weight, bias)
@@ -260,7 +262,10 @@ def _linear_divergence(
     return (loss / divisor if late else loss) * factor if late or kept is not None else loss
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, teacher: Teacher, options: _Options) -> None:
+def check_teacher(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, teacher: Teacher, options: TeacherOptions
+) -> None:  # fmt: skip
+    """Raise ValueError unless a student and a teacher of the same classes, and the options, fit together."""
     if any(map(is_dtensor, (x, weight, bias, *teacher))):
         raise ValueError("x, weight and the teacher's tensors must be plain tensors: pass DTensors as full_tensor()")
     check_head(x, weight, bias)

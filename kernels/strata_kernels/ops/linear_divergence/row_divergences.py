@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from .._launch import accumulator
-from ..cross_entropy.row_statistics import Options
-from ..cross_entropy.rows import cross_entropy_rows
+from ..cross_entropy.row_statistics import Columns, Options
+from ..cross_entropy.rows import cross_entropy_gradient, cross_entropy_rows
 from ..divergence.divergence_reference import Form
-from ..divergence.divergence_rows import divergence_rows
+from ..divergence.divergence_rows import Labels, divergence_rows
 from ..head.head_pass import HeadGradients, HeadPass, Wanted, logits_into
 from ..head.memory import logits_view, plan_chunks
 from ..head.vocabulary_parallel import unsharded
@@ -58,10 +58,70 @@ class _Divergence:
         self._gradient, self._loss, self._buffer = gradient, loss, buffer
 
     def take(self, z: Tensor, rows: slice) -> None:
-        t = logits_view(self._buffer, z.shape[0], z.shape[1])
+        self.overwrite(z, rows)
+
+    def overwrite(self, z: Tensor, rows: slice, labels: Labels | None = None) -> int:
+        """Overwrite the logits of the teacher's classes, whose number is returned, by their gradient."""
+        t = logits_view(self._buffer, z.shape[0], self._teacher.weight.shape[0])
         logits_into(t, self._teacher.x[rows], self._teacher.weight, self._teacher.bias)
+        z = z[:, : t.shape[1]]
         dz = z if self._gradient else None
-        divergence_rows(z, t, self._target[rows], self._scale[rows], self._loss[rows], self._form, dz)
+        divergence_rows(z, t, self._target[rows], self._scale[rows], self._loss[rows], self._form, dz, labels)
+        return t.shape[1]
+
+
+class Scales(NamedTuple):
+    """Weights of the gradients of both parts, each [N]; None where the labels have no gradient."""
+
+    labels: Tensor | None
+    divergence: Tensor
+
+
+def distillation_and_gradients(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, teacher: Teacher, scales: Scales, form: Form,
+    options: Options, settings: PassSettings,
+) -> tuple[Tensor, HeadGradients]:  # fmt: skip
+    """(cross entropies and divergences [2, N], gradients of their sum weighted by scales).
+
+    teacher: of the first classes of the V. options: the form of the cross entropy.
+    """
+    plan = plan_chunks(x, weight.shape, settings.wanted.dw, settings.exact, settings.chunk_bytes, tensors=2)
+    losses = x.new_empty(2, x.shape[0], dtype=accumulator(x.dtype))
+    divergence = _Divergence(
+        target, teacher, scales.divergence, form, settings.wanted.any, losses[1], x.new_empty(plan.buffer_size)
+    )
+    taken = _Distillation(divergence, target, scales.labels, options, settings.wanted.any, losses[0])
+    run = HeadPass(x, weight, bias, unsharded(weight.shape[0]), settings.wanted, fp32_dw=plan.fp32_dw)
+    return losses, run.run_chunks(taken, plan.chunk_rows, x.new_empty(plan.buffer_size), plan.panels_size)
+
+
+class _Distillation:
+    """The `RowLoss` of a cross entropy and a divergence, whose gradients are added before they are rounded."""
+
+    def __init__(
+        self, divergence: _Divergence, target: Tensor, scale: Tensor | None, options: Options, gradient: bool,
+        loss: Tensor,
+    ) -> None:  # fmt: skip
+        self._divergence, self._target, self._scale = divergence, target, scale
+        self._options, self._gradient, self._loss = options, gradient, loss
+
+    def take(self, z: Tensor, rows: slice) -> None:
+        target, loss = self._target[rows], self._loss[rows]
+        largest, log_sum = (torch.empty_like(loss) for _ in range(2))
+        cross_entropy_rows(z, target, None, loss, self._options, False, largest=largest, log_sum=log_sum)
+        labels = None if self._scale is None else Labels(self._scale[rows], largest, log_sum)
+        both = self._divergence.overwrite(z, rows, labels)
+        if both == z.shape[1] or not self._gradient:
+            return
+        # Classes that the teacher does not have.
+        if labels is None:
+            z[:, both:].zero_()
+        else:
+            columns = Columns(both, z.shape[1])
+            # The next row begins where these columns end.
+            cross_entropy_gradient(
+                z[:, both:], target, labels.scale, largest, log_sum, None, self._options, columns=columns, padding=False
+            )
 
 
 def topk_and_gradients(

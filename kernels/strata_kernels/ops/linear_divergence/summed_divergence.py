@@ -12,13 +12,13 @@ from ..cross_entropy.reduction import scaled
 
 
 class SummedDivergence(Operator):
-    """The sum of the rows by the divisor; dx, dW and db for an incoming gradient of 1, empty where not wanted.
+    """The sum of the rows by the divisor; last dx, dW and db for an incoming gradient of 1, empty where not wanted.
 
     The first three inputs are divisor, x and weight, the fourth is the bias, the last three say what is wanted.
     """
 
     @staticmethod
-    def fake(divisor: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def fake(divisor: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         """Empty outputs of the shapes that `forward` gives them."""
         dx, dw, db = rest[-3:]
         return (
@@ -33,7 +33,7 @@ class SummedDivergence(Operator):
         """Keep the gradients."""
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*output[1:])
+        ctx.save_for_backward(*output[-3:])
         ctx.wanted, ctx.n_inputs = inputs[-3:], len(inputs)
 
     @staticmethod

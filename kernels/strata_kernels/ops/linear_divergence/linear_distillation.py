@@ -1,0 +1,186 @@
+"""linear_distillation: the cross entropy of labels and the divergence from a teacher, of the same logits.
+
+    loss = label_weight · cross entropy + divergence_weight · divergence
+
+One pass over the rows: each product of the head is made once, 2·N·H'·V FLOPs for the teacher and 6·N·H·V for the
+student, and both gradients are added before they are multiplied. The operator is `strata::linear_distillation`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .._launch import accumulator
+from .._operator import is_transformed, operator
+from ..cross_entropy.row_statistics import Options
+from ..divergence.divergence_reference import Divergence, Form, reference_divergence
+from ..divergence.given_logits import of_beta, row_divisor
+from ..head.head_arguments import (
+    Accumulate,
+    autocast,
+    check_dtypes,
+    check_head,
+    kept_rows,
+    logits_bytes,
+    nan_beyond,
+    wanted_gradients,
+)
+from ..head.head_pass import Wanted
+from .linear_jsd import TeacherOptions, check_teacher
+from .row_divergences import PassSettings, Scales, Teacher, distillation_and_gradients
+from .summed_divergence import SummedDivergence
+
+_SETTINGS = (
+    "str divergence, float beta, float temperature, float softcap, float teacher_softcap, float label_weight,"
+    " float divergence_weight, int ignore_index, SymInt chunk_bytes, bool exact, bool want_dx, bool want_dw,"
+    " bool want_db"
+)
+
+
+class DistillationTerms(NamedTuple):
+    """What a loss of labels and a teacher gives.
+
+    loss: scalar, with gradient.
+    cross_entropy, divergence: scalars, its parts without their weights and without gradient.
+    """
+
+    loss: Tensor
+    cross_entropy: Tensor
+    divergence: Tensor
+
+
+@operator(
+    "linear_distillation(Tensor divisor, Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor teacher_x,"
+    f" Tensor teacher_weight, Tensor? teacher_bias, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+class _LinearDistillation(SummedDivergence):
+    """The weighted sum, its parts [2] without weights, dx, dW and db."""
+
+    @staticmethod
+    def forward(
+        divisor: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, teacher_x: Tensor,
+        teacher_weight: Tensor, teacher_bias: Tensor | None,
+        divergence: Divergence, beta: float, temperature: float, softcap: float, teacher_softcap: float,
+        label_weight: float, divergence_weight: float, ignore_index: int, chunk_bytes: int, exact: bool, *wanted: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        one = divisor.reciprocal().expand(x.shape[0])
+        scales = Scales(one * label_weight if label_weight else None, one * divergence_weight)
+        losses, gradients = distillation_and_gradients(
+            x, weight, bias, target, Teacher(teacher_x, teacher_weight, teacher_bias), scales,
+            Form(divergence, beta, temperature, softcap, teacher_softcap, ignore_index=ignore_index),
+            Options(ignore_index, 0.0, 0.0, softcap, 1.0), PassSettings(chunk_bytes, exact, Wanted(*wanted)),
+        )  # fmt: skip
+        parts = losses.sum(1) / divisor
+        return label_weight * parts[0] + divergence_weight * parts[1], parts, *gradients
+
+    @staticmethod
+    def fake(divisor: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        loss, *gradients = SummedDivergence.fake(divisor, x, weight, *rest)
+        return loss, loss.new_empty(2), *gradients
+
+
+def linear_distillation(
+    x: Tensor,
+    weight: Tensor,
+    teacher_x: Tensor,
+    teacher_weight: Tensor,
+    target: Tensor,
+    *,
+    label_weight: float = 0.5,
+    divergence_weight: float = 0.5,
+    beta: float = 0.0,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    ignore_index: int = -100,
+    num_items: int | Tensor | None = None,
+    max_targets: int | None = None,
+    accumulate: Accumulate = "exact",
+    chunk_bytes: int | None = None,
+) -> DistillationTerms:
+    """The cross entropy of labels and the divergence from a teacher, from one pass over the logits of both heads.
+
+    Equivalent to::
+
+        logits, teacher = F.linear(x, weight, bias), F.linear(teacher_x, teacher_weight, teacher_bias)
+        both = min(logits.shape[-1], teacher.shape[-1])
+        entropy = cross_entropy(logits, target, num_items=num_items)
+        divergence = jsd(logits[..., :both], teacher[..., :both], target, beta=beta, temperature=temperature,
+                         num_items=num_items)
+        loss = label_weight * entropy + divergence_weight * divergence
+
+    The temperature is that of the divergence alone. Where the heads have different numbers of classes, the divergence
+    covers those that both have.
+
+    Args:
+        x: [..., H], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides.
+        weight: [V, H], of x's dtype. Under autocast all are cast to its dtype. Not a DTensor.
+        teacher_x: [..., H'], of x's dtype; the teacher's tensors get no gradients.
+        teacher_weight: [V', H'], of x's dtype.
+        target: [...], int64: the label of each row; rows whose target is `ignore_index` are left out.
+        label_weight, divergence_weight: factors of both parts. There is no factor of the squared temperature.
+        beta, temperature, bias, teacher_bias, softcap, teacher_softcap, ignore_index, num_items, max_targets,
+            accumulate, chunk_bytes: as in `linear_jsd`.
+
+    Returns:
+        Scalars, fp32 (fp64 for fp64). The means over no rows are NaN, with zero gradients.
+
+    Raises:
+        ValueError: a shape, dtype or option does not fit.
+
+    Example:
+        >>> x, weight = torch.randn(2, 8, 16), torch.randn(32, 16, requires_grad=True)
+        >>> labels = torch.randint(32, (2, 8))
+        >>> linear_distillation(x, weight, torch.randn(2, 8, 24), torch.randn(32, 24), labels).loss.backward()
+    """
+    if not 0.0 <= beta <= 1.0:
+        raise ValueError(f"beta {beta} must be between 0 and 1")
+    options = TeacherOptions(
+        of_beta(beta), float(beta), float(temperature), softcap, teacher_softcap, ignore_index, "mean", num_items,
+        max_targets, accumulate, chunk_bytes,
+    )  # fmt: skip
+    check_head(x, weight, bias)
+    check_head(teacher_x, teacher_weight, teacher_bias, prefix="teacher_")
+    both = min(weight.shape[0], teacher_weight.shape[0])
+    teacher = Teacher(teacher_x, teacher_weight[:both], None if teacher_bias is None else teacher_bias[:both])
+    check_teacher(x, weight[:both], None if bias is None else bias[:both], target, teacher, options)
+    x, weight, bias = autocast(x, weight, bias)
+    teacher = Teacher(*autocast(*teacher))
+    check_dtypes(x, weight, bias)
+    check_dtypes(*teacher, prefix="teacher_")
+    if teacher.x.dtype != x.dtype:
+        raise ValueError(f"teacher_x is {teacher.x.dtype} and x is {x.dtype}: cast one of them")
+
+    labels, rows, teacher_rows = target.reshape(-1).contiguous(), x.flatten(0, -2), teacher.x.flatten(0, -2)
+    divisor = row_divisor(labels, ignore_index, "mean", num_items, accumulator(x.dtype))
+    kept = kept_rows(labels, ignore_index, max_targets)
+    factor: Tensor | float = 1.0
+    if kept is not None:
+        factor = nan_beyond(labels, ignore_index, kept.shape[0])
+        rows, teacher_rows, labels = rows.index_select(0, kept), teacher_rows.index_select(0, kept), labels[kept]
+    softcaps = softcap or 0.0, teacher_softcap or 0.0
+    if is_transformed():
+        z, t = functional.linear(rows, weight, bias), functional.linear(teacher_rows, *teacher[1:])
+        form = Form(*options[:3], *softcaps, ignore_index=ignore_index)
+        wide = z.to(accumulator(x.dtype))
+        wide = softcap * torch.tanh(wide / softcap) if softcap else wide
+        entropy = functional.cross_entropy(wide, labels, ignore_index=ignore_index, reduction="sum")
+        parts = torch.stack([entropy, reference_divergence(z[:, :both], t, labels, form).sum()]) / divisor * factor
+        return DistillationTerms(label_weight * parts[0] + divergence_weight * parts[1], *parts.detach())
+    # In fp16, gradients over the number of rows underflow unless the loss scale multiplies them before.
+    late = x.dtype == torch.float16
+    loss, parts, *_ = _LinearDistillation.apply(
+        torch.ones_like(divisor) if late else divisor, rows, weight, bias, labels, teacher_rows, *teacher[1:],
+        *options[:3], *map(float, (*softcaps, label_weight, divergence_weight)), ignore_index,
+        logits_bytes(x, chunk_bytes, tensors=2), accumulate == "exact", *wanted_gradients(rows, weight, bias),
+    )  # fmt: skip
+    if late or kept is not None:
+        factor = factor / divisor if late else factor
+        loss, parts = loss * factor, parts * factor
+    return DistillationTerms(loss, parts[0], parts[1])
