@@ -272,7 +272,10 @@ def _make_in_fp8(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def measure(run: Session, data: PreparedData, untimed: int, *, profiler: Any = None) -> dict[str, float]:
-    """Tokens per second and process, and peak GiB, of one process. `profiler`: of the last step, which is not timed."""
+    """Tokens per second and process, and peak GiB, of one process.
+
+    profiler: of the last step but one; the last two are not timed then.
+    """
     device = run.processes.device
     # Without one the program can be tried; of a CPU's memory nothing is known.
     gpu = device.type == "cuda"
@@ -294,7 +297,7 @@ def measure(run: Session, data: PreparedData, untimed: int, *, profiler: Any = N
         keep_slow_layers(model, run.spec, run.processes, torch.bfloat16, {})
         _make_in_fp8(model, device)
     recorder = Recorder(run.spec, run.folder, run.processes, 0)
-    ends: list[float] = []
+    ends: list[Any] = []
     with closing(recorder):
         job = build_job(
             run, data, step, "random", recorder, CallbackRunner(()), steps=run.spec.training.steps, resume_from=None
@@ -305,24 +308,24 @@ def measure(run: Session, data: PreparedData, untimed: int, *, profiler: Any = N
 
         def end_and_note(*arguments: Any) -> None:
             end_step(*arguments)
-            if gpu:
+            # The host does not wait for the GPU: neither does it in a run.
+            ends.append(now(gpu))
+            # Not of the last, at whose end a run looks at all weights.
+            left = run.spec.training.steps - len(ends)
+            if profiler is not None and left in (1, 2):
                 torch.cuda.synchronize(device)
-            ends.append(time.perf_counter())
-            if profiler is not None and len(ends) == run.spec.training.steps - 1:
-                profiler.start()
+                (profiler.stop if left == 1 else profiler.start)()
 
         job.end_step = end_and_note  # type: ignore[method-assign]
         if gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
-        begin = time.perf_counter()
+        begin = now(gpu)
         with closing(job.watchdog):
             load_framework(run.spec.runtime.framework)(job)
     if profiler is not None:
-        profiler.stop()
-        ends.pop()
-    ends.insert(0, begin)
-    seconds = statistics.median(b - a for a, b in zip(ends[untimed:], ends[untimed + 1 :], strict=False))
+        del ends[-2:]
+    seconds = median_seconds([begin, *ends], untimed + 1)
     tokens = run.spec.rows_per_step * run.spec.data.sequence_length / run.spec.topology.world_size
     peak = torch.tensor(float(torch.cuda.max_memory_allocated(device) if gpu else 0), device=device)
     if run.processes.world_size > 1:
@@ -332,6 +335,24 @@ def measure(run: Session, data: PreparedData, untimed: int, *, profiler: Any = N
         "GiB": float(peak) / 2**30,
         "reserved GiB": (torch.cuda.max_memory_reserved(device) if gpu else 0) / 2**30,
     }
+
+
+def now(gpu: bool) -> Any:
+    """The time, on a GPU that at which it gets here."""
+    if not gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def median_seconds(ends: list[Any], untimed: int) -> float:
+    """The median time of a step, from what `now` has given at the end of each; the first `untimed` are left out."""
+    steps = list(zip(ends[untimed - 1 :], ends[untimed:], strict=False))
+    if not hasattr(ends[0], "elapsed_time"):
+        return statistics.median(end - begin for begin, end in steps)
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in steps) / 1e3
 
 
 def write_documents(file: Path, words: int) -> None:

@@ -253,6 +253,17 @@ def test_nothing_changes_where_a_gradient_was_not_finite(rounding, device) -> No
     assert_same(state, before)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("scale", [1.0, 0.3125, 0.0123])
+def test_a_scale_has_the_bits_of_scaled_gradients(scale, dtype, device) -> None:
+    weights, gradients = noise(SIZES, device), noise(SIZES, device, dtype)
+    theirs = start(weights, "master")
+    ours = theirs.copy()
+    theirs.step([gradient * scale for gradient in gradients])
+    ours.step(gradients, gradient_scale=torch.tensor(scale, device=device))
+    assert_same(ours, theirs)
+
+
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # NumPy's, in the interpreter
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_gradients_that_are_not_finite_are_seen_in_the_weights(rounding, device) -> None:
@@ -371,6 +382,7 @@ WRONG = {
     "seed must be an integer of 64 bits": {"seed": 2**64},
     "betas must be in": {"betas": (0.9, 1.0)},
     "found_inf must be float32 of one element": {"found_inf": torch.zeros(2)},
+    "gradient_scale must be float32 of one element": {"gradient_scale": torch.ones((), dtype=BF16)},
 }
 
 

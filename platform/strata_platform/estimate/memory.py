@@ -97,13 +97,14 @@ def host_bytes(work: Workload) -> float:
 
 
 def offloaded_bytes(work: Workload) -> float:
-    """Bytes of the inputs of recomputed layers that `training.activation_offloading` keeps in host memory.
+    """Bytes of what recomputed layers keep that `training.activation_offloading` keeps in host memory.
 
     The last one stays, and another is on its way while a layer runs backward.
     """
     if not work.training.activation_offloading:
         return 0.0
-    recomputed = -(-work.shape.layers // work.training.recomputed_every)
+    layers = max(work.shape.layers - work.training.gradient_checkpointing_except_last, 0)
+    recomputed = -(-layers // work.training.recomputed_every)
     return max(0, recomputed - 2) * _kept_by_recomputed(work)
 
 
@@ -178,13 +179,20 @@ def kept_by_layer(work: Workload) -> float:
     """Bytes of activations that a layer keeps for its backward pass, averaged over all layers."""
     whole = activations_of_layer(work)
     every = work.training.recomputed_every
-    return (_kept_by_recomputed(work) + (every - 1) * whole) / every if every else whole
+    if not every:
+        return whole
+    kept = work.recomputed_share / every
+    return kept * _kept_by_recomputed(work) + (1 - kept) * whole
 
 
 def _kept_by_recomputed(work: Workload) -> float:
-    """Bytes that a recomputed layer keeps: its input, and under `per_op` the outputs of products and attention."""
+    """Bytes that a recomputed layer keeps: its input; under `attention` queries, keys, values, what attention makes of
+    them and its output; and under `per_op` the outputs of products and attention.
+    """
     shape = work.shape
     width = shape.hidden
+    if work.training.gradient_checkpointing == "attention":
+        width += 2 * shape.queries + 2 * shape.keys + shape.hidden
     if work.training.gradient_checkpointing == "per_op":
         width += 2 * shape.hidden + 2 * shape.queries + 2 * shape.keys + 2 * shape.intermediate
     return float(work.tokens * width * work.compute_bytes)

@@ -193,6 +193,7 @@ def _advice(found: Estimate, best: Estimate | None) -> Iterator[str]:
 _KEPT = {
     "none": "activations kept",
     "full": "activations recomputed",
+    "attention": "activations recomputed, attention kept",
     "selective": "activations of some layers recomputed",
     "per_op": "activations recomputed, products and attention kept",
 }

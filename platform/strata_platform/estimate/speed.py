@@ -43,10 +43,13 @@ def time_of(work: Workload, gpu: Gpu) -> Time:
     rounds = training.gradient_accumulation_steps
     every = training.recomputed_every
     # Recomputed share of the forward pass: of elementwise work, and of products and attention.
-    light = 1 / every if every else 0.0
+    light = work.recomputed_share / every if every else 0.0
     again = 0.0 if training.gradient_checkpointing == "per_op" else light
+    attends_again = 0.0 if training.gradient_checkpointing == "attention" else again
     # Forward pass, input gradients, and weight gradients where weights are trained.
     layer_flops = 2.0 * shape.layer_weights * ((2 if work.lora else 3) + again)
+    # The products of attention are kept.
+    layer_flops -= 2.0 * shape.hidden * (2 * shape.queries + 2 * shape.keys) * (again - attends_again)
     if work.lora is None:
         # Recomputation stops at the last tensor that the backward pass reads, before the last projection.
         layer_flops -= 2.0 * shape.hidden * shape.intermediate * again
@@ -57,7 +60,7 @@ def time_of(work: Workload, gpu: Gpu) -> Time:
     head_flops = 2 * shape.head_parameters * (2 if work.lora else 3)
     products = tokens * (shape.layers * layer_flops / products_rate(work, gpu) + head_flops / gpu.products)
     attention_rate = gpu.masked if work.masked else gpu.causal
-    attention = tokens * shape.layers * _attention_flops(work, again) / attention_rate
+    attention = tokens * shape.layers * _attention_flops(work, attends_again) / attention_rate
     traffic = tokens * _layer_traffic(work, light) + _dequantization_traffic(work, again) + cast_traffic(work, again)
     elementwise = shape.layers * traffic / gpu.stream
     # Without the fused operator every tensor-parallel rank has the logits of the whole vocabulary.
@@ -160,7 +163,7 @@ def _sent_within_groups(work: Workload) -> float:
     """Bytes that a rank sends and waits for in a micro-batch under tensor, context and expert parallelism."""
     shape, tokens = work.shape, work.tokens
     every = work.training.recomputed_every
-    again = 1 / every if every else 0.0
+    again = work.recomputed_share / every if every else 0.0
     ways, parts = work.parallel.tensor_parallel, work.parallel.context_parallel
     # Hidden states and their gradients are all-reduced around attention and the gate, once more in a recomputed layer,
     # after the embeddings and before the head. An all-reduce is a reduce-scatter and an all-gather.

@@ -120,6 +120,11 @@ class Workload:
         return self.parallel if isinstance(self.parallel, Fsdp) else None
 
     @property
+    def recomputed_share(self) -> float:
+        """Share of the layers that `training.gradient_checkpointing_except_last` does not leave out."""
+        return max(0.0, 1 - self.training.gradient_checkpointing_except_last / self.shape.layers)
+
+    @property
     def trained_parameters(self) -> int:
         """Parameters that are trained, before FSDP shards them."""
         if self.lora is None:

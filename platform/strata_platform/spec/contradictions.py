@@ -78,7 +78,13 @@ def _training(training: Training, data: Data) -> Iterator[Contradiction]:
         "'selective', or leave training.gradient_checkpointing_every out",
     )
     yield Contradiction(
-        training.activation_offloading and training.gradient_checkpointing not in ("full", "selective"),
+        training.gradient_checkpointing_except_last > 0 and training.gradient_checkpointing == "none",
+        ("training.gradient_checkpointing_except_last", "training.gradient_checkpointing"),
+        "is for layers that are recomputed, but training.gradient_checkpointing is 'none'; set that to 'full', or "
+        "training.gradient_checkpointing_except_last to 0",
+    )
+    yield Contradiction(
+        training.activation_offloading and training.gradient_checkpointing not in ("full", "attention", "selective"),
         ("training.activation_offloading", "training.gradient_checkpointing"),
         "offloads the inputs of layers that are recomputed, but training.gradient_checkpointing is "
         f"'{training.gradient_checkpointing}'; set that to 'full', or training.activation_offloading to false",

@@ -143,10 +143,11 @@ def _in_backward(spec: RunSpec) -> Iterator[Contradiction]:
         "ranks know the loss; set faults.spike to 'ignore', or optimizer.in_backward to false",
     )
     yield Contradiction(
-        optimizer.max_grad_norm > 0,
+        optimizer.max_grad_norm > 0 and parallel.type == "fsdp",
         ("optimizer.in_backward", "optimizer.max_grad_norm"),
         f"applies updates before all gradients are known, but optimizer.max_grad_norm {optimizer.max_grad_norm} clips "
-        "by the norm of all gradients; set optimizer.max_grad_norm to 0, or optimizer.in_backward to false",
+        "by norms of whole gradients, which parallel.type 'fsdp' shards; set optimizer.max_grad_norm to 0, or "
+        "optimizer.in_backward to false",
     )
     yield Contradiction(
         training.gradient_accumulation_steps > 1,

@@ -122,9 +122,10 @@ def _reference(spec: RunSpec) -> Iterator[Contradiction]:
         and spec.parallel.type == "deepspeed"
         and spec.parallel.stage == 3
         and spec.adapter.type != "none"
-        and spec.training.gradient_checkpointing == "per_op",
+        and spec.training.gradient_checkpointing in ("attention", "per_op"),
         ("training.gradient_checkpointing", "parallel.stage", "adapter.type", "objective.type"),
-        f"'per_op' does not work with parallel.stage 3 and an adapter: objective.type '{spec.objective.type}' leaves "
+        f"'{spec.training.gradient_checkpointing}' does not work with parallel.stage 3 and an adapter: "
+        f"objective.type '{spec.objective.type}' leaves "
         "frozen weights gathered after the reference's forward pass, so that the recomputed pass differs; set "
         "training.gradient_checkpointing to 'full' or 'selective', or parallel.type to 'fsdp'",
     )

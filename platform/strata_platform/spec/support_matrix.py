@@ -60,6 +60,7 @@ FEATURES: dict[str, Settings] = {
     },
     "optimizer.paged": {"optimizer": {"paged": True}},
     "optimizer.in_backward": {"optimizer": {"in_backward": True, "max_grad_norm": 0}},
+    "optimizer.in_backward, optimizer.max_grad_norm: 1.0": {"optimizer": {"in_backward": True, "max_grad_norm": 1.0}},
     "adapter.type: lora": {"adapter": {"type": "lora"}},
     "adapter.target_parameters": {"adapter": {"type": "lora", "target_parameters": ["gate_up_proj", "down_proj"]}},
     "adapter.use_dora": {"adapter": {"type": "lora", "use_dora": True}},
@@ -67,7 +68,7 @@ FEATURES: dict[str, Settings] = {
     "adapter.quantization: nf4": {"adapter": {"type": "lora", "quantization": "nf4"}},
     **{
         f"training.gradient_checkpointing: {name}": {"training": {"gradient_checkpointing": name}}
-        for name in ("full", "selective", "per_op")
+        for name in ("full", "attention", "selective", "per_op")
     },
     "training.activation_offloading": {"training": {"gradient_checkpointing": "full", "activation_offloading": True}},
     "training.compile": {"training": {"compile": True}},

@@ -30,18 +30,25 @@ class Training(Section):
         description="Tokens of all processes per optimizer step, padding included. `gradient_accumulation_steps` "
         "follows from it; leave that out.",
     )
-    gradient_checkpointing: Literal["none", "full", "selective", "per_op"] = Field(
+    gradient_checkpointing: Literal["none", "full", "attention", "selective", "per_op"] = Field(
         "none",
-        description="What the backward pass recomputes to save memory: `full` every layer, `selective` whole layers at "
-        "an interval, `per_op` every layer except its matrix products and attention.",
+        description="What the backward pass recomputes to save memory: `full` every layer, `attention` every layer "
+        "but the products of its attention, `selective` whole layers at an interval, `per_op` every layer but its "
+        "matrix products and attention.",
     )
     gradient_checkpointing_every: Annotated[int, Field(ge=2, le=10000), BeforeValidator(number)] | None = Field(
         None, description="Interval of `selective`: one of this many layers is recomputed; by default 2."
     )
+    gradient_checkpointing_except_last: Annotated[int, Field(ge=0, le=10000), BeforeValidator(number)] = Field(
+        0,
+        description="The last so many layers are not recomputed. The backward pass begins with them, when there are no "
+        "gradients yet: without `optimizer.in_backward`, some of them take no memory at the peak.",
+    )
     activation_offloading: Flag = Field(
         False,
-        description="Keep the inputs of recomputed layers in pinned host memory between the passes, copied while the "
-        "GPU computes: for long rows. Needs `gradient_checkpointing: full` or `selective`; no effect without a GPU.",
+        description="Keep what recomputed layers keep in pinned host memory between the passes, copied while the GPU "
+        "computes: for long rows. Needs `gradient_checkpointing: full`, `attention` or `selective`; no effect "
+        "without a GPU.",
     )
     router_loss: Literal["step", "running"] = Field(
         "step",
@@ -136,7 +143,8 @@ class Optimizer(Section):
     in_backward: Flag = Field(
         False,
         description="Update each weight in the backward pass, as soon as its gradient is computed, and free the "
-        "gradient: less memory, and updates overlap. Needs `max_grad_norm` 0 and no gradient accumulation.",
+        "gradient: less memory, and updates overlap. Needs no gradient accumulation, and under `fsdp` `max_grad_norm` "
+        "0. Clips by an estimate of the norm: the gradients so far, and the step before's for the others.",
     )
     paged: Flag = Field(
         False,

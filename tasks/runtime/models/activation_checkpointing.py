@@ -19,18 +19,22 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from strata_platform.spec.training import Training
-from tasks.runtime.models.activation_offloading import offload_inputs
+from tasks.runtime.models.activation_offloading import Offloading
+from tasks.runtime.models.kept_operators import KeptOperators, name_of
 from tasks.runtime.models.vision import is_multimodal
 
 # Operators that `per_op` saves because they take long: matrix products and attention. It recomputes all others.
-_SAVED = (
+_PRODUCTS = (
     *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm", "aten::_grouped_mm"),
     *("bitsandbytes::gemm_4bit", "strata::experts_up", "strata::experts_down"),
+)
+_ATTENTION = (
     *(f"aten::_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
     *("aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_fused_attention_overrideable"),
     *("flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward", "flash_attn_3::fwd"),
     *("flex_attention", "torch_attn::_varlen_attn"),
 )
+_SAVED = _PRODUCTS + _ATTENTION
 # Inputs of a layer by the dimension that has another size in every batch; one graph serves all sizes.
 _DYNAMIC = {"cu_seqlens": 1, "late_cu_seqlens": 1, "row_cu_seqlens": 1, "max_seqlen": 0}
 
@@ -53,19 +57,44 @@ def checkpoint_activations(model: nn.Module, training: Training) -> None:
     """Checkpoint the activations of the layers that `training.gradient_checkpointing` selects."""
     if not training.recomputed_every:
         return
-    context = partial(create_selective_checkpoint_contexts, _save_products)
-    # The compiler's cache key needs a name for the policy; it does not cache graphs with an unnamed one.
-    vars(context)["cache_hash"] = "strata " + " ".join(_SAVED)
-    options = {"context_fn": context} if training.gradient_checkpointing == "per_op" else {}
-    layers = transformer_layers(model, "training.gradient_checkpointing", "'none'")
-    recomputed = layers[:: training.recomputed_every]
+    kind = training.gradient_checkpointing
+    recomputed = _recomputed_layers(model, training)
+    attentions = {layer: _attentions(layer) for layer in recomputed}
+    if kind == "attention" and not any(attentions.values()):
+        raise ValueError(
+            f"training.gradient_checkpointing 'attention' keeps the results of attention, and {type(model).__name__} "
+            "has no layer with a module of that name; set training.gradient_checkpointing to 'full'"
+        )
+    offloading = Offloading() if training.activation_offloading else None
     for layer in recomputed:
+        # What the last one keeps stays where it is: the backward pass needs it next.
+        copies = offloading if layer is not recomputed[-1] else None
+        options: dict[str, Any] = {}
+        if kind == "per_op" or (kind == "attention" and training.compile):
+            options["context_fn"] = context = partial(_contexts, _per_op if kind == "per_op" else _attention)
+            # The compiler's cache key needs a name for the policy; it does not cache graphs with an unnamed one.
+            vars(context)["cache_hash"] = f"strata {kind} " + " ".join(_SAVED)
+        elif kind == "attention":
+            to_host = None if copies is None else copies.to_host
+            options["context_fn"] = KeptOperators(frozenset(_SAVED), attentions[layer], to_host).contexts
         if training.compile:
             _set_forward(layer, partial(checkpoint, layer.forward, use_reentrant=False, **options))
-        else:
-            _set_forward(layer, _recomputing(layer.forward, options))
-    if training.activation_offloading:
-        offload_inputs(recomputed)
+            continue
+        _set_forward(layer, _recomputing(layer.forward, options))
+        if copies is not None:
+            _set_forward(layer, copies.offload_input(layer.forward))
+
+
+def _recomputed_layers(model: nn.Module, training: Training) -> list[nn.Module]:
+    """The layers that `training` recomputes, whole or in part."""
+    layers = transformer_layers(model, "training.gradient_checkpointing", "'none'")
+    kept = training.gradient_checkpointing_except_last
+    if kept >= len(layers):
+        raise ValueError(
+            f"training.gradient_checkpointing_except_last {kept} leaves none of the model's {len(layers)} layers to "
+            "recompute; lower it, or set training.gradient_checkpointing to 'none'"
+        )
+    return layers[: len(layers) - kept][:: training.recomputed_every]
 
 
 def compile_layers(model: nn.Module, training: Training) -> None:
@@ -117,7 +146,36 @@ def _full_graph(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _save_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    # Higher-order operators have a plain name instead of a schema.
-    name = operator._schema.name if isinstance(operator, torch._ops.OpOverload) else operator.__name__
-    return CheckpointPolicy.MUST_SAVE if name in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+def _contexts(policy: Callable[[], Callable[..., CheckpointPolicy]]) -> tuple[Any, Any]:
+    """The contexts of a forward pass and of its recomputation."""
+    both: tuple[Any, Any] = create_selective_checkpoint_contexts(policy())
+    return both
+
+
+def _per_op() -> Callable[..., CheckpointPolicy]:
+    def decide(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if name_of(operator) in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return decide
+
+
+def _attention() -> Callable[..., CheckpointPolicy]:
+    """For graphs, in which modules are no more: saves attention, the products before it, and the next one."""
+    # By whether the pass recomputes: "before", "attention" or "after".
+    passed = {False: "before", True: "before"}
+
+    def decide(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name, again = name_of(operator), context.is_recompute
+        saved = name in _SAVED and passed[again] != "after"
+        if name in _ATTENTION:
+            passed[again] = "attention"
+        elif saved and passed[again] == "attention":
+            passed[again] = "after"
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return decide
+
+
+def _attentions(layer: nn.Module) -> list[nn.Module]:
+    """The modules of a layer that attend, as transformers calls their classes."""
+    return [module for module in layer.modules() if type(module).__name__.endswith("Attention")]

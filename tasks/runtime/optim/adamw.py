@@ -25,8 +25,12 @@ class ExactAdamW(TypedStateOptimizer):
 
     State of a parameter: `step`, fp32 scalar; `exp_avg` and `exp_avg_sq`, of its shape and dtype (fp32 in host memory);
     with fp32 master weights `remainder`, int16, of its shape. Like PyTorch's fused optimizers it takes `found_inf`, a
-    scalar on the device. If it is 1, a step changes nothing.
+    scalar on the device. If it is 1, a step changes nothing. The next step uses gradients times `gradient_scale`, an
+    fp32 scalar, rounded to their dtype.
     """
+
+    steps_on_any_stream = True
+    """Its kernels run on PyTorch's current stream; those of libraries need not."""
 
     def __init__(
         self,
@@ -44,6 +48,7 @@ class ExactAdamW(TypedStateOptimizer):
         # PyTorch's gradient scaler and `skip_step` read this attribute.
         self._step_supports_amp_scaling = True
         self.found_inf: Tensor | None = None
+        self.gradient_scale: Tensor | None = None
         self._shards: dict[nn.Parameter, Any] = {}
         self._plans: dict[nn.Parameter, StepPlan] = {}
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
@@ -57,6 +62,7 @@ class ExactAdamW(TypedStateOptimizer):
             parameters = tuple(parameter for parameter in group["params"] if parameter.grad is not None)
             if parameters:
                 self._step(parameters, group)
+        self.gradient_scale = None
         return loss
 
     def _step(self, parameters: tuple[nn.Parameter, ...], group: dict[str, Any]) -> None:
@@ -86,6 +92,7 @@ class ExactAdamW(TypedStateOptimizer):
             rounding=self._rounding.mode,
             seed=self._rounding.seed,
             found_inf=self.found_inf,
+            gradient_scale=self.gradient_scale,
             # The parameters with gradients may vary from step to step; a plan adapts to its tensors.
             plan=self._plans.setdefault(parameters[0], StepPlan()),
         )
@@ -102,6 +109,8 @@ class ExactAdamW(TypedStateOptimizer):
         state = self._state_of(parameter)
         remainder = self._rounding.remainder_of(parameter, state, paged=self.paged)
         assert parameter.grad is not None and remainder is not None
+        if self.gradient_scale is not None:
+            local(parameter.grad).mul_(self.gradient_scale.to(parameter.grad.dtype))
         weight, gradient = local(parameter), local(parameter.grad)
         if gradient.stride() != weight.stride():
             gradient = torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)

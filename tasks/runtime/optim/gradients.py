@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+# Of `nn.utils.clip_grads_with_norm_`.
+_CLIP_EPS = 1e-6
+
 
 def skip_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
     """Make the next step change nothing if `skip`, an fp32 scalar, is 1.
@@ -23,18 +26,36 @@ def skip_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
         optimizer.zero_grad()
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
+def clip_gradients(model: nn.Module, max_norm: float, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
     """Scale gradients down to a global norm of `max_norm` (0: no limit). Returns the norm before. A collective if the
     parameters are sharded.
+
+    An `optimizer` with a `gradient_scale` scales them itself in its next step, with the same bits.
     """
     learned = by_mesh([parameter for parameter in model.parameters() if parameter.grad is not None])
     gradients = [[p.grad for p in alike if p.grad is not None] for alike in learned]
     norms = [nn.utils.get_total_norm(alike) for alike in gradients]
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     total = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+    if max_norm and optimizer is not None and hasattr(optimizer, "gradient_scale"):
+        optimizer.gradient_scale = clip_factor(total, max_norm).to(optimizer.param_groups[0]["params"][0].device)
+        return total
     for alike in learned if max_norm else ():
         nn.utils.clip_grads_with_norm_(alike, max_norm, total)
     return total
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What `nn.utils.clip_grads_with_norm_` multiplies gradients of this global norm by: an fp32 scalar."""
+    return (max_norm / (norm + _CLIP_EPS)).clamp(max=1.0).float()
+
+
+def used_gradient(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> Tensor | None:
+    """The gradient that the optimizer's next step uses: clipped, also where that step does it."""
+    scale: Tensor | None = getattr(optimizer, "gradient_scale", None)
+    if parameter.grad is None or scale is None:
+        return parameter.grad
+    return (parameter.grad.float() * scale).to(parameter.grad.dtype)
 
 
 def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -1,29 +1,144 @@
-"""Optimizer steps in the backward pass."""
+"""Optimizer steps in the backward pass, beside its products, and clipping without all gradients.
+
+The norm of all gradients is known only when the first of them have been used. So each is clipped by an estimate: the
+norms of this step's gradients so far, and of the step before's for those that are still to come,
+
+    factor_i = min(1, max_norm / (sqrt(Σ_{j ≤ i} |g_j|² + Σ_{j > i} |g_j of the step before|²) + 1e-6))
+
+in the order of the backward pass. If norms do not change from step to step, that is clipping by the norm of all. If a
+step's gradients are far larger, all but the first few are scaled by nearly their own norm: the norm of what is used
+never exceeds max_norm · sqrt(1 + ln(Σ |g_j|² / |g_1|²)). The first step estimates by its own gradients alone.
+"""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from functools import partial
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
+
+from tasks.runtime.optim.gradients import clip_factor
+
+# Gradients that wait for their step. A decoder layer has seven or so matrices, and all are stepped long before the
+# next layer's are there.
+_WAITING = 8
+SQUARED_NORM = "squared_norm"
+"""State of a parameter: the square of its gradient's norm in its last step, fp32."""
 
 
-def step_in_backward(optimizer: torch.optim.Optimizer) -> None:
+def step_in_backward(optimizer: torch.optim.Optimizer, max_norm: float = 0.0) -> None:
     """Make the backward pass step each parameter as soon as its gradient is complete, and free the gradient.
 
-    The optimizer's own `step` then has nothing to do. Set the learning rate before the backward pass.
+    The optimizer's own `step` then has nothing to do. Set the learning rate before the backward pass. On a GPU, an
+    optimizer with `steps_on_any_stream` steps on a stream of its own, which the backward pass waits for at its end.
+
+    max_norm: clip as the module's docstring says; 0: no limit. Only where a process has whole gradients.
     """
+    steps = _Steps(optimizer, max_norm)
+    optimizer.steps_in_backward = steps  # type: ignore[attr-defined]
+    # A parameter that held the optimizer, which holds the parameter, would never be freed.
+    take = WeakMethod(steps.take)
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            parameter.register_post_accumulate_grad_hook(partial(_step_alone, optimizer, number))
+            parameter.register_post_accumulate_grad_hook(partial(_call, take, number))
 
 
-def _step_alone(optimizer: torch.optim.Optimizer, number: int, parameter: Tensor) -> None:
-    """Step one parameter. `number`: index of its group."""
-    groups = optimizer.param_groups
-    optimizer.param_groups = [{**groups[number], "params": [parameter]}]
-    try:
-        optimizer.step()
-    finally:
-        optimizer.param_groups = groups
-    parameter.grad = None
+def norm_in_backward(optimizer: torch.optim.Optimizer) -> Tensor | None:
+    """The norm of all gradients of the last backward pass, fp32; None unless `step_in_backward` clips."""
+    norm: Tensor | None = getattr(optimizer, "norm_in_backward", None)
+    return norm
+
+
+def _call(take: WeakMethod[Callable[..., None]], number: int, parameter: Tensor) -> None:
+    function = take()
+    if function is not None:
+        function(number, parameter)
+
+
+class _Steps:
+    def __init__(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        self._optimizer, self._max_norm = optimizer, max_norm
+        self._stream: torch.cuda.Stream | None = None
+        self._waiting: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self._in_pass = False
+        # Of this pass: Σ |g|² of what has come, Σ |g|² of the step before of what has not.
+        self._seen = self._rest = torch.zeros(())
+
+    def take(self, number: int, parameter: Tensor) -> None:
+        """Step a parameter, of the group with this number, and let its gradient go."""
+        assert parameter.grad is not None
+        if not self._in_pass:
+            self._begin(parameter.device)
+        if self._stream is None:
+            self._step(number, parameter)
+            parameter.grad = None
+            return
+        current = torch.cuda.current_stream(parameter.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            self._step(number, parameter)
+            self._waiting.append((parameter.grad, self._stream.record_event()))
+        parameter.grad = None
+        while len(self._waiting) > _WAITING:
+            # Its memory is for what comes later on the current stream.
+            current.wait_event(self._waiting[0][1])
+            self._waiting.popleft()
+
+    def _begin(self, device: torch.device) -> None:
+        Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+        self._in_pass = True
+        if self._max_norm:
+            self._seen = torch.zeros((), dtype=torch.float64, device=device)
+            self._rest = self._sum_before()
+        if device.type == "cuda" and self._stream is None and getattr(self._optimizer, "steps_on_any_stream", False):
+            self._stream = torch.cuda.Stream(device)
+
+    def _end(self) -> None:
+        """Called when the backward pass is done, with the stream that has called it."""
+        self._in_pass = False
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            self._waiting.clear()
+        if self._max_norm:
+            self._optimizer.norm_in_backward = self._seen.sqrt().float()  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def _step(self, number: int, parameter: Tensor) -> None:
+        optimizer = self._optimizer
+        squared = self._clip(parameter) if self._max_norm else None
+        groups = optimizer.param_groups
+        optimizer.param_groups = [{**groups[number], "params": [parameter]}]
+        try:
+            optimizer.step()
+        finally:
+            optimizer.param_groups = groups
+        if squared is not None:
+            # Only now: optimizers take a parameter that has a state for one that they have stepped before.
+            optimizer.state[parameter][SQUARED_NORM] = squared
+
+    def _sum_before(self) -> Tensor:
+        """Σ |g|² of the step before, in an order that a resumed run repeats."""
+        state = self._optimizer.state
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        known = [state[parameter][SQUARED_NORM] for parameter in parameters if SQUARED_NORM in state.get(parameter, ())]
+        return torch.stack(known).double().sum() if known else torch.zeros_like(self._seen)
+
+    def _clip(self, parameter: Tensor) -> Tensor:
+        """Scale the gradient, now or in the step; returns the square of its norm before."""
+        optimizer = self._optimizer
+        assert parameter.grad is not None
+        # The kernel for lists is seven times as fast on a large matrix.
+        squared = torch._foreach_norm([parameter.grad], 2, torch.float32)[0].square()  # type: ignore[attr-defined]
+        self._seen += squared
+        if SQUARED_NORM in (state := optimizer.state.get(parameter, {})):
+            self._rest -= state[SQUARED_NORM]
+        factor = clip_factor((self._seen + self._rest.clamp(min=0)).sqrt(), self._max_norm)
+        if hasattr(optimizer, "gradient_scale"):
+            optimizer.gradient_scale = factor
+        else:
+            parameter.grad.mul_(factor.to(parameter.grad.dtype))
+        return squared

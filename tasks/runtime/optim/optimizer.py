@@ -47,7 +47,7 @@ def build_optimizer(model: nn.Module, spec: RunSpec) -> torch.optim.Optimizer:
     }[settings.type]
     optimizer = build(trained)
     if settings.in_backward:
-        step_in_backward(optimizer)
+        step_in_backward(optimizer, settings.max_grad_norm)
     return optimizer
 
 

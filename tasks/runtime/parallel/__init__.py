@@ -65,8 +65,9 @@ class Strategy(Protocol):
         gradients.
         """
 
-    def clip(self, wrapped: nn.Module, max_norm: float) -> Tensor:
-        """Scale the step's gradients down to a global norm of `max_norm`; 0 sets no limit. A collective.
+    def clip(self, wrapped: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+        """Make the next step use gradients that are scaled down to a global norm of `max_norm`; 0 sets no limit. A
+        collective.
 
         Returns:
             The norm before clipping. It may be filled in by the optimizer's step that follows. Until then it is finite,

@@ -29,9 +29,9 @@ class BaseStrategy:
         """Yield the wrapped model: nothing of it changes in a forward pass without gradients."""
         return nullcontext(wrapped)
 
-    def clip(self, wrapped: nn.Module, max_norm: float) -> Tensor:
-        """Clip immediately."""
-        return clip_gradients(wrapped, max_norm)
+    def clip(self, wrapped: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+        """Clip immediately, or in the optimizer's kernel."""
+        return clip_gradients(wrapped, max_norm, optimizer)
 
     def skip_step(self, optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
         """Skip it in the optimizer's kernel, or drop the gradients."""

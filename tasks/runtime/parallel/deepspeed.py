@@ -81,7 +81,7 @@ class Deepspeed:
         """Yield the engine, which gathers the weights of stage 3."""
         return nullcontext(wrapped)
 
-    def clip(self, wrapped: nn.Module, max_norm: float) -> Tensor:
+    def clip(self, wrapped: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
         """Leave clipping to the engine's step, which fills in the norm."""
         assert self._optimizer is not None
         return self._optimizer.next_norm()

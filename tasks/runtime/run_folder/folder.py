@@ -43,6 +43,7 @@ _CHANGEABLE = {
         "tokens_per_step",
         "gradient_checkpointing",
         "gradient_checkpointing_every",
+        "gradient_checkpointing_except_last",
         "activation_offloading",
         "compile",
         "cuda_graphs",

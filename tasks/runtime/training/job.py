@@ -30,6 +30,7 @@ from tasks.runtime.extensions import RunInfo
 from tasks.runtime.extensions.callback_runner import CallbackRunner
 from tasks.runtime.metrics.recorder import Recorder
 from tasks.runtime.objectives import Objective, target_tokens
+from tasks.runtime.optim.in_backward import norm_in_backward
 from tasks.runtime.optim.library_optimizers import averaged_weights
 from tasks.runtime.optim.lr_schedule import learning_rate_factor
 from tasks.runtime.parallel import Strategy
@@ -179,11 +180,12 @@ class Job:
         """Clip the gradients and decide whether to skip the step. Call it after the step's last backward pass.
 
         Returns:
-            The gradient norm for `end_step`, or None with `optimizer.in_backward`, which has stepped already.
+            The gradient norm for `end_step`. With `optimizer.in_backward`, which has stepped already, None if it does
+            not clip.
         """
         if self.spec.optimizer.in_backward:
-            return None
-        norm = self.strategy.clip(self.model, self.spec.optimizer.max_grad_norm)
+            return norm_in_backward(self.optimizer)
+        norm = self.strategy.clip(self.model, self.optimizer, self.spec.optimizer.max_grad_norm)
         self.skipped = self.guard.decide(self.recorder.local_loss, norm)
         self.strategy.skip_step(self.optimizer, self.skipped)
         return norm

@@ -18,6 +18,7 @@ from tasks.runtime.models.build import build_model
 from tasks.runtime.models.lora import add_adapter
 from tasks.runtime.models.trained_weights import collect_weights
 from tasks.runtime.objectives.objective import model_inputs, without_varlen_inputs
+from tasks.runtime.optim.gradients import used_gradient
 from tasks.runtime.optim.library_optimizers import averaged_weights
 from tasks.runtime.optim.lr_schedule import set_learning_rate
 from tasks.runtime.optim.optimizer import build_optimizer
@@ -119,9 +120,10 @@ class _Watch:
         norm: Tensor | None = clip()
         copies = dict(self._exact.named_parameters())
         for name, parameter in job.unwrapped_model.named_parameters():
-            if parameter.grad is not None:
-                copies[name].grad = parameter.grad.float()
-                if parameter.grad.any():
+            gradient = used_gradient(parameter, job.optimizer)
+            if gradient is not None:
+                copies[name].grad = gradient.float()
+                if gradient.any():
                     self._seen_gradient.add(name)
         set_learning_rate(self._optimizer, job.learning_rate(self._done))
         self._optimizer.step()

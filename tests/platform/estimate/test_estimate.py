@@ -451,7 +451,9 @@ RECOMPUTED = {"training": {"gradient_checkpointing": "full"}}
 @pytest.mark.parametrize(
     ("less", "more"),
     [
-        (RECOMPUTED, {"training": {"gradient_checkpointing": "selective"}}),
+        (RECOMPUTED, {"training": {"gradient_checkpointing": "attention"}}),
+        (RECOMPUTED, {"training": {**RECOMPUTED["training"], "gradient_checkpointing_except_last": 12}}),
+        ({"training": {"gradient_checkpointing": "attention"}}, {"training": {"gradient_checkpointing": "selective"}}),
         ({"training": {"gradient_checkpointing": "selective"}}, {"training": {"gradient_checkpointing": "per_op"}}),
         ({"training": {"gradient_checkpointing": "per_op"}}, {}),
         ({"optimizer": {"type": "muon"}}, {}),
@@ -479,7 +481,8 @@ def test_what_takes_less_memory(less, more):
     [
         ({}, {"training": {"gradient_checkpointing": "per_op"}}),
         ({"training": {"gradient_checkpointing": "per_op"}}, {"training": {"gradient_checkpointing": "selective"}}),
-        ({"training": {"gradient_checkpointing": "selective"}}, {"training": {"gradient_checkpointing": "full"}}),
+        ({"training": {"gradient_checkpointing": "selective"}}, {"training": {"gradient_checkpointing": "attention"}}),
+        ({"training": {"gradient_checkpointing": "attention"}}, {"training": {"gradient_checkpointing": "full"}}),
         ({}, {"optimizer": {"type": "muon"}}),
         ({"optimizer": {"type": "adamw_8bit"}}, {}),
         ({}, {"kernels": {"enabled": False}}),

@@ -407,7 +407,16 @@ def test_a_long_value_is_shortened():
             "optimizer.in_backward",
             "optimizer.type",
         ),
-        ({"optimizer": {"in_backward": True}}, "optimizer.in_backward", "optimizer.max_grad_norm"),
+        (
+            {"training": {"gradient_checkpointing_except_last": 2}},
+            "training.gradient_checkpointing_except_last",
+            "training.gradient_checkpointing",
+        ),
+        (
+            {"optimizer": {"in_backward": True}, "parallel": {"type": "fsdp"}, **TWO},
+            "optimizer.in_backward",
+            "optimizer.max_grad_norm",
+        ),
         (
             {"optimizer": IN_BACKWARD, "training": {"gradient_accumulation_steps": 2}},
             "optimizer.in_backward",

@@ -67,6 +67,9 @@ ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
         ({"gradient_checkpointing": "selective", "gradient_checkpointing_every": 3}, 4, 2),
         ({"gradient_checkpointing": "selective", "gradient_checkpointing_every": 9}, 2, 1),
         ({"gradient_checkpointing": "per_op"}, 8, 0),
+        ({"gradient_checkpointing": "attention"}, 8, 0),
+        ({"gradient_checkpointing": "full", "gradient_checkpointing_except_last": 3}, 2, 1),
+        ({"gradient_checkpointing": "selective", "gradient_checkpointing_except_last": 2}, 2, 1),
     ],
     ids=lambda value: "-".join(map(str, value.values())) or "none" if isinstance(value, dict) else None,
 )
@@ -82,6 +85,37 @@ def test_products_are_kept_per_op():
         backward_calls(make_model(gradient_checkpointing="per_op"))["aten::mm"]
         == backward_calls(make_model())["aten::mm"]
     )
+
+
+def test_attention_keeps_its_products_and_recomputes_no_more_than_full():
+    """Of four layers. The last product of a layer is behind all that the backward pass reads."""
+    attention = backward_calls(make_model(gradient_checkpointing="attention"))
+    full = backward_calls(make_model(gradient_checkpointing="full"))
+    assert attention.pop("aten::mm") == full.pop("aten::mm") - 4 * 4
+    assert {name: calls for name, calls in attention.items() if "strata" in name} == {
+        name: calls for name, calls in full.items() if "strata" in name
+    }
+
+
+@pytest.mark.parametrize("kind", ["full", "attention", "per_op"])
+def test_what_is_recomputed_has_the_same_bits(kind):
+    loss, gradients = step(make_model())
+    again, recomputed = step(make_model(gradient_checkpointing=kind))
+    assert again == loss
+    assert torch.equal(recomputed, gradients)
+
+
+def test_layers_that_are_all_kept_are_refused():
+    with pytest.raises(ValueError, match="except_last 4 leaves none of the model's 4 layers"):
+        make_model(gradient_checkpointing="full", gradient_checkpointing_except_last=4)
+
+
+def test_attention_without_a_layer_that_attends_is_refused():
+    model = make_model()
+    for layer in model.model.layers:
+        layer.self_attn = nn.Identity()
+    with pytest.raises(ValueError, match=r"gradient_checkpointing 'attention' .* set .* to 'full'"):
+        activation_checkpointing.checkpoint_activations(model, Training(gradient_checkpointing="attention"))
 
 
 def test_the_operators_of_torch_that_are_kept_exist():

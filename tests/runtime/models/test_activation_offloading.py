@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.models import activation_offloading
+from tasks.runtime.models import kept_operators
 from tasks.runtime.models.activation_checkpointing import checkpoint_activations
+from tasks.runtime.models.activation_offloading import Offloading
 from tasks.runtime.models.build import build_model, patch
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
@@ -36,14 +37,15 @@ def gradients(model, *batches):
 
 @pytest.fixture
 def copies(monkeypatch):
-    """The copies that are made, in order."""
-    made, to_host = [], activation_offloading._Copies.to_host
+    """The copies that are made, in order; also of small tensors."""
+    made, to_host = [], Offloading.to_host
+    monkeypatch.setattr(kept_operators, "_LEAST", 1)
 
     def note(self, tensor):
         made.append(to_host(self, tensor))
         return made[-1]
 
-    monkeypatch.setattr(activation_offloading._Copies, "to_host", note)
+    monkeypatch.setattr(Offloading, "to_host", note)
     return made
 
 
@@ -52,11 +54,13 @@ def copies(monkeypatch):
     ("training", "offloaded"),
     [
         pytest.param(OFFLOADED, 3, id="full"),
+        pytest.param({**OFFLOADED, "gradient_checkpointing": "attention"}, 3 * 7, id="attention"),
         pytest.param({**OFFLOADED, "gradient_checkpointing": "selective"}, 1, id="selective"),
+        pytest.param({**OFFLOADED, "gradient_checkpointing_except_last": 2}, 1, id="except the last"),
     ],
 )
 def test_gradients_have_the_same_bits(device, training, offloaded, copies):
-    """Of four layers, in steps of several passes and shapes."""
+    """Of four layers, in steps of several passes and shapes. Attention has four products and two results."""
     steps = [[batch(device)], [batch(device, 1), batch(device, 2, length=48)], [batch(device, 3)]]
     plain, model = make_model(device, **{**training, "activation_offloading": False}), make_model(device, **training)
     for step in steps:
@@ -65,7 +69,7 @@ def test_gradients_have_the_same_bits(device, training, offloaded, copies):
     assert len(copies) == offloaded * sum(map(len, steps))
     assert {copy._host.device.type for copy in copies} == {"cpu"}
     # Nothing of a step is kept on the device or in the chain of copies.
-    assert all(copy._copy is None and copy._before is None for copy in copies)
+    assert all(copy._copy is None and copy._layer._before is None for copy in copies)
 
 
 def test_the_input_of_a_layer_is_let_go_in_the_forward_pass():

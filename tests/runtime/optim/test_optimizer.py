@@ -214,23 +214,23 @@ def test_clipping_returns_the_norm_before_and_can_be_off():
     assert model.weight.grad.item() == pytest.approx(1)
 
 
-def test_a_step_in_the_backward_pass_is_the_same_step_and_leaves_no_gradient():
-    def train(**optimizer):
+@pytest.mark.parametrize("precision", ["fp32_master", "stochastic_rounding"])
+@pytest.mark.parametrize("limit", [0.5, 1e9])
+def test_clipping_in_the_step_has_the_bits_of_clipped_gradients(precision, limit):
+    def train(clip):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-        optimizer = build_optimizer(model, RunSpec(optimizer={"max_grad_norm": 0, **optimizer}))
-        for rate in (0.1, 0.01):
-            set_learning_rate(optimizer, rate)
-            model(torch.ones(3, 4)).square().sum().backward()
-            left = [p.grad for p in model.parameters() if p.grad is not None]
+        model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 2)).bfloat16()
+        optimizer = build_optimizer(model, RunSpec(optimizer={"precision": precision, "lr": 1e-2}))
+        for number in range(3):
+            model(torch.full((3, 16), 1.0 + number).bfloat16()).square().sum().backward()
+            norm = clip(model, optimizer)
             optimizer.step()
             optimizer.zero_grad()
-        return [p.detach() for p in model.parameters()], len(left)
+        return [*(p.detach() for p in model.parameters()), norm]
 
-    usual, gradients = train()
-    in_backward, left = train(in_backward=True)
-    assert (gradients, left) == (4, 0)
-    assert all(torch.equal(a, b) for a, b in zip(usual, in_backward, strict=True))
+    theirs = train(lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), limit))
+    ours = train(lambda model, optimizer: clip_gradients(model, limit, optimizer))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_muon_has_the_matrices_between_embeddings_and_head():

@@ -42,7 +42,7 @@ from torch import Tensor
 from .._launch import describe
 from . import step_reference as reference
 from .shard import Shard
-from .step_plan import Hyperparameters, Rounding, StepPlan, Tensors, with_strides_of_weight
+from .step_plan import Given, Hyperparameters, Rounding, StepPlan, Tensors, with_strides_of_weight
 
 _ROUNDINGS = ("master", "stochastic", "nearest")
 
@@ -63,6 +63,7 @@ def adamw_step(
     rounding: Rounding,
     seed: int,
     found_inf: Tensor | None = None,
+    gradient_scale: Tensor | None = None,
     plan: StepPlan | None = None,
 ) -> None:
     """`torch.optim.AdamW(fused=True).step()` on these tensors, with the rounding modes of the module's docstring.
@@ -82,6 +83,8 @@ def adamw_step(
         rounding: "master" | "stochastic" | "nearest". fp32 tensors are never rounded.
         seed: a 64-bit integer for the random bits.
         found_inf: fp32 tensor of one element, or None. Unless it is 0, the step is skipped and `steps` do not change.
+        gradient_scale: fp32 tensor of one element on the weights' device, or None. The step uses the bits of
+            `gradient.mul_(gradient_scale)`, without a pass over all gradients to clip them.
         plan: pass the same object to each step of these tensors to save most of the host's work.
 
     Raises:
@@ -101,7 +104,7 @@ def adamw_step(
     _run(
         Tensors(weights, gradients, exp_avgs, exp_avg_sqs, remainders, steps, shards),
         Hyperparameters(lr, betas, eps, weight_decay, rounding, seed, advance=True),
-        found_inf,
+        Given(found_inf, gradient_scale),
         plan,
     )
 
@@ -134,7 +137,7 @@ def weight_step(
     _run(
         Tensors(weights, updates, None, None, remainders, steps, shards),
         Hyperparameters(lr, (0.0, 0.0), 0.0, weight_decay, rounding, seed, advance=False),
-        found_inf,
+        Given(found_inf),
         plan,
     )
 
@@ -155,13 +158,14 @@ def join_weight(weight: Tensor, remainder: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _run(tensors: Tensors, hyper: Hyperparameters, found_inf: Tensor | None, plan: StepPlan | None) -> None:
+def _run(tensors: Tensors, hyper: Hyperparameters, given: Given, plan: StepPlan | None) -> None:
     if not tensors.weights:
         return
     plan = plan or StepPlan()
     plan.update(tensors, hyper, _check)
-    _check_scalar("found_inf", found_inf, tensors.weights[0])
-    plan.run(tensors, hyper, found_inf)
+    for name, scalar in zip(given._fields, given, strict=True):
+        _check_scalar(name, scalar, tensors.weights[0])
+    plan.run(tensors, hyper, given)
 
 
 def _check(tensors: Tensors, hyper: Hyperparameters) -> None:

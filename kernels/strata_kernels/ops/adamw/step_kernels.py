@@ -29,8 +29,9 @@ _OFFSET: tl.constexpr = tl.constexpr(7)
 _ROW: tl.constexpr = tl.constexpr(8)
 _WHOLE_ROW: tl.constexpr = tl.constexpr(9)
 
-# Columns of the table of scalars, int32: whether to skip the step, the bits of two fp32, three random words.
-SCALARS = 6
+# Columns of the table of scalars, int32: whether to skip the step, the bits of two fp32, three random words, the bits
+# of the gradients' scale.
+SCALARS = 7
 _SCALARS: tl.constexpr = tl.constexpr(SCALARS)
 
 # Multipliers of a 32-bit hash with low bias (C. Wellons, hash-prospector), and the golden ratio.
@@ -71,9 +72,9 @@ def _power(b_base, b_n):
     return b_y
 
 
-@triton.jit(do_not_specialize=["p_found_inf", "n", "seed_low", "seed_high"])
+@triton.jit(do_not_specialize=["p_found_inf", "p_scale", "n", "seed_low", "seed_high"])
 def scalars_kernel(
-    p_tensors, p_scalars, p_found_inf, n, seed_low, seed_high, lr, beta1, beta1_low, beta2, beta2_low,
+    p_tensors, p_scalars, p_found_inf, p_scale, n, seed_low, seed_high, lr, beta1, beta1_low, beta2, beta2_low,
     ADVANCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rows of p_scalars, one per tensor; ADVANCE counts the tensors' steps up unless a gradient is not finite.
@@ -104,6 +105,8 @@ def scalars_kernel(
     tl.store(p_out + 2, b_inverse.to(tl.float32).to(tl.int32, bitcast=True), mask=m_t)
     for i in tl.static_range(3):
         tl.store(p_out + 3 + i, _word(b_key, b_n, seed_low, seed_high, i), mask=m_t)
+    b_scale = tl.load(p_scale) + tl.zeros([BLOCK], tl.float32)
+    tl.store(p_out + 6, b_scale.to(tl.int32, bitcast=True), mask=m_t)
 
 
 @triton.jit
@@ -142,7 +145,7 @@ def _round(b, b_noise, DTYPE: tl.constexpr, ROUNDING: tl.constexpr):
 
 @triton.jit
 def _step_block(
-    p_w, p_g, p_m, p_v, p_r, o, m, b_i, size, inverse, word0, word1, word2,
+    p_w, p_g, p_m, p_v, p_r, o, m, b_i, size, inverse, scale, word0, word1, word2,
     decay, beta1, rest1, rest2, eps,
     W: tl.constexpr, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, ROUNDING: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -151,7 +154,10 @@ def _step_block(
     if MASTER:
         b_r = tl.load(p_r + o, mask=m, other=0) if MASKED else tl.load(p_r + o)
         b_w = (b_w.to(tl.int32, bitcast=True) + b_r.to(tl.int32)).to(tl.float32, bitcast=True)
-    b_u = _load(p_g, o, m, G, MASKED)
+    b_u = _load(p_g, o, m, G, MASKED) * scale
+    if G != "fp32":
+        # The product has the dtype of the gradient, as if it had been scaled in place.
+        b_u = (_round(b_u, 0, G, "nearest").to(tl.int32) << 16).to(tl.float32, bitcast=True)
     b_hash = _hash(b_i, word0)
     if M != "none":
         b_m = beta1 * _load(p_m, o, m, M, MASKED) + rest1 * b_u
@@ -219,6 +225,7 @@ def step_kernel(
     word0 = tl.load(p_own + 3).to(tl.uint32, bitcast=True)
     word1 = tl.load(p_own + 4).to(tl.uint32, bitcast=True)
     word2 = tl.load(p_own + 5).to(tl.uint32, bitcast=True)
+    scale = tl.load(p_own + 6).to(tl.float32, bitcast=True)
     n_o = tl.minimum(tl.load(p_row + _NUMEL) - start, CHUNK).to(tl.int32)
     if skip != 0:
         n_o = n_o * 0
@@ -244,13 +251,13 @@ def step_kernel(
         o = i + tl.arange(0, BLOCK)
         b_i = _index(o, first, column, row, whole_row, CUT)
         _step_block(
-            p_w, p_g, p_m, p_v, p_r, o, o < n_o, b_i, size, inverse, word0, word1, word2,
+            p_w, p_g, p_m, p_v, p_r, o, o < n_o, b_i, size, inverse, scale, word0, word1, word2,
             decay, beta1, rest1, rest2, eps, W, G, M, V, ROUNDING, False,
         )  # fmt: skip
     if n_o % BLOCK != 0:
         o = n_o // BLOCK * BLOCK + tl.arange(0, BLOCK)
         b_i = _index(o, first, column, row, whole_row, CUT)
         _step_block(
-            p_w, p_g, p_m, p_v, p_r, o, o < n_o, b_i, size, inverse, word0, word1, word2,
+            p_w, p_g, p_m, p_v, p_r, o, o < n_o, b_i, size, inverse, scale, word0, word1, word2,
             decay, beta1, rest1, rest2, eps, W, G, M, V, ROUNDING, True,
         )  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,6 +65,13 @@ class Hyperparameters:
     advance: bool
 
 
+class Given(NamedTuple):
+    """Scalars that only the device knows, fp32 of one element: whether to skip the step, the gradients' scale."""
+
+    found_inf: Tensor | None = None
+    gradient_scale: Tensor | None = None
+
+
 class StepPlan:
     """The tables and launches of a step, kept for the next one. Pass the same object to every step of the same tensors.
 
@@ -87,13 +94,13 @@ class StepPlan:
             self._buckets = [_Bucket(tensors, hyper, members, signature) for signature, members in groups]
             self._key = key
 
-    def run(self, tensors: Tensors, hyper: Hyperparameters, found_inf: Tensor | None) -> None:
+    def run(self, tensors: Tensors, hyper: Hyperparameters, given: Given) -> None:
         """A step of the tensors that `update` got."""
         for bucket in self._buckets:
-            bucket.launch(tensors, hyper, found_inf)
+            bucket.launch(tensors, hyper, given)
         weight = tensors.weights[0]
         if not takes_kernel(weight) and not weight.is_meta:
-            _run_reference(tensors, hyper, found_inf)
+            _run_reference(tensors, hyper, given)
 
 
 def _plan_key(tensors: Tensors, hyper: Hyperparameters) -> Any:
@@ -136,17 +143,19 @@ class _Bucket:
         self._table = torch.tensor(rows, dtype=torch.int64).to(device)
         self._chunks = _chunks(sizes).to(device)
         self._scalars = torch.empty(len(members), kernel.SCALARS, dtype=torch.int32, device=device)
-        self._zero = torch.zeros(1, device=device)
+        self._zero, self._one = torch.zeros(1, device=device), torch.ones(1, device=device)
         self._sent: list[int] = []
         self._addresses = self._table
 
-    def launch(self, tensors: Tensors, hyper: Hyperparameters, found_inf: Tensor | None) -> None:
+    def launch(self, tensors: Tensors, hyper: Hyperparameters, given: Given) -> None:
         """A step of these tensors."""
         (beta1, beta1_low), (beta2, beta2_low) = map(_as_two_fp32, hyper.betas)
         count, seed = len(self._members), hyper.seed
         launch(
-            kernel.scalars_kernel, (-(-count // _SCALARS.block),), self._table, self._scalars, self._zero if found_inf
-            is None else found_inf, count, reference.to_int32(seed), reference.to_int32(seed >> 32),
+            kernel.scalars_kernel, (-(-count // _SCALARS.block),), self._table, self._scalars,
+            self._zero if given.found_inf is None else given.found_inf,
+            self._one if given.gradient_scale is None else given.gradient_scale,
+            count, reference.to_int32(seed), reference.to_int32(seed >> 32),
             reference.to_fp32(hyper.lr), beta1, beta1_low, beta2, beta2_low, ADVANCE=hyper.advance,
             BLOCK=_SCALARS.block, num_warps=_SCALARS.warps, enable_fp_fusion=False,
         )  # fmt: skip
@@ -212,9 +221,10 @@ def with_strides_of_weight(x: Tensor, weight: Tensor) -> Tensor:
     return torch.empty_like(weight, dtype=x.dtype).copy_(x)
 
 
-def _run_reference(tensors: Tensors, hyper: Hyperparameters, found_inf: Tensor | None) -> None:
-    if found_inf is not None and float(found_inf) != 0.0:
+def _run_reference(tensors: Tensors, hyper: Hyperparameters, given: Given) -> None:
+    if given.found_inf is not None and float(given.found_inf) != 0.0:
         return
+    scale = 1.0 if given.gradient_scale is None else float(given.gradient_scale)
     betas = (_as_two_fp32(hyper.betas[0]), _as_two_fp32(hyper.betas[1]))
     for i, weight in enumerate(tensors.weights):
         step = 0
@@ -231,7 +241,7 @@ def _run_reference(tensors: Tensors, hyper: Hyperparameters, found_inf: Tensor |
         )
         reference.step_reference(
             _flat(weight), _flat(with_strides_of_weight(tensors.gradients[i], weight)), exp_avg, exp_avg_sq, remainder,
-            tensors.shards[i].place(), scalars, _constants(hyper), hyper.rounding,
+            tensors.shards[i].place(), scalars, _constants(hyper), hyper.rounding, scale,
         )  # fmt: skip
 
 

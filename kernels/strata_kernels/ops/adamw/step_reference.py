@@ -89,8 +89,11 @@ def step_reference(
     scalars: Scalars,
     constants: Constants,
     rounding: str,
+    scale: float = 1.0,
 ) -> None:
-    """`step_kernel` for one tensor. Tensors are [elements]; place: offset, row and whole row of the shard."""
+    """`step_kernel` for one tensor. Tensors are [elements]; place: offset, row and whole row of the shard; scale: that
+    of the gradient.
+    """
     rounded = (m, v, w if rounding == "stochastic" else None)
     is_random = rounding != "nearest" and any(x is not None and x.dtype == torch.bfloat16 for x in rounded)
     at_once = _CACHED * torch.get_num_threads() if w.device.type == "cpu" else 2**24
@@ -100,6 +103,8 @@ def step_reference(
         hashed = _hash(start, w_part, place, scalars.words[0]) if is_random else None
         # Always a copy, because the code below computes in place.
         u = g[part].to(torch.float32, copy=True)
+        if scale != 1.0:
+            u = u.mul_(scale).to(g.dtype).float()
         if m is not None and v is not None:
             exp_avg = (m[part].float() * constants.beta1).add_(u * constants.rest1)
             exp_avg_sq = v[part].float()

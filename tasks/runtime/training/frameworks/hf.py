@@ -66,7 +66,7 @@ def arguments(spec: RunSpec, folder: Path, steps: int) -> TrainingArguments:
         per_device_train_batch_size=spec.training.micro_batch_size,
         gradient_accumulation_steps=spec.training.gradient_accumulation_steps,
         # Any positive value makes the Trainer call `_clip_grad_norm`, which clips to the spec's norm.
-        max_grad_norm=0.0 if spec.optimizer.in_backward else 1.0,
+        max_grad_norm=1.0 if spec.optimizer.max_grad_norm or not spec.optimizer.in_backward else 0.0,
         save_strategy="no",
         # The recorder logs metrics and progress: the Trainer's own logging waits for the GPU at every step.
         logging_strategy="no",
