@@ -1,12 +1,12 @@
-"""TRL's SFTTrainer with `use_liger_kernel=True`, on the drop-in."""
+"""TRL's trainers with `use_liger_kernel=True`, on the drop-in."""
 
 import pytest
 from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast
-from trl import SFTConfig, SFTTrainer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from strata_kernels.compat import liger
 from tests.kernels.helpers.liger import build, fused
@@ -23,9 +23,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
+def words(first: int, n: int) -> str:
+    return " ".join(f"w{(7 * first + j * j) % 64}" for j in range(n))
+
+
 def losses(tmp_path, *, use_liger_kernel: bool) -> tuple[list[float], set[str]]:
     """The losses of five steps, and the kinds of modules that are fused."""
-    rows = [{"text": " ".join(f"w{(7 * i + j * j) % 64}" for j in range(10 + i))} for i in range(8)]
+    rows = [{"text": words(i, 10 + i)} for i in range(8)]
     settings = SFTConfig(
         str(tmp_path), max_steps=5, per_device_train_batch_size=2, logging_steps=1, learning_rate=1e-2, report_to=[],
         save_strategy="no", disable_tqdm=True, use_cpu=True, bf16=False, max_length=32, gradient_checkpointing=False,
@@ -45,6 +49,39 @@ def test_sft_trainer(tmp_path) -> None:
     # The trainer has a fused head of its own and asks for the layers alone.
     assert kinds == {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention"}
     assert got == pytest.approx(expected, rel=1e-4)
+
+
+def different_words(completions: list[str], **_: object) -> list[float]:
+    return [float(len(set(completion))) for completion in completions]
+
+
+@pytest.mark.usefixtures("liger_kernel")
+@pytest.mark.parametrize("kind", ["dpo", "grpo"])
+def test_trainers_of_preferences(tmp_path, kind) -> None:
+    """Both build their reference model by themselves, from a folder."""
+    build().save_pretrained(tmp_path / "model")
+    pairs = {"prompt": words(1, 5), "chosen": f" {words(2, 6)}", "rejected": f" {words(4, 7)}"}
+    config, trainer, options = {
+        "dpo": (DPOConfig, DPOTrainer, {"max_length": 32}),
+        "grpo": (GRPOConfig, GRPOTrainer, {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}),
+    }[kind]
+    further = {"reward_funcs": different_words} if kind == "grpo" else {}
+    found = []
+    for use_liger_kernel in (False, True):
+        settings = config(
+            str(tmp_path), max_steps=3, per_device_train_batch_size=2, logging_steps=1, learning_rate=1e-2,
+            report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True, bf16=False, gradient_checkpointing=False,
+            use_liger_kernel=use_liger_kernel, **options,
+        )  # fmt: skip
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        run = trainer(
+            model, args=settings, train_dataset=Dataset.from_list([pairs] * 4), processing_class=tokenizer(), **further
+        )
+        run.train()
+        found.append([entry["loss"] for entry in run.state.log_history if "loss" in entry])
+    assert fused(run.model) == {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention"}
+    assert len(found[0]) == 3 and len(set(found[0])) > 1
+    assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-5)
 
 
 def test_without_the_drop_in(tmp_path) -> None:

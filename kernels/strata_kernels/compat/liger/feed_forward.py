@@ -94,17 +94,24 @@ def _check_activation(activation: str | None) -> None:
         raise ValueError(f"Activation function {activation!r} not supported: these layers compute SwiGLU, by silu")
 
 
-class LigerSwiGLUMLP(nn.Module):
-    """`down_proj(silu(gate_proj(x)) * up_proj(x))`, without biases as Liger's."""
+class _Gated(nn.Module):
+    """The three linear layers of a gated feed-forward layer, with the names of transformers."""
 
-    def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
+    def __init__(self, config: Any, intermediate_size: int | None = None, bias: bool = False) -> None:
         super().__init__()
         self.config = config
         self.hidden_size = config.hidden_size
         self.intermediate_size = config.intermediate_size if intermediate_size is None else intermediate_size
-        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
+
+
+class LigerSwiGLUMLP(_Gated):
+    """`down_proj(silu(gate_proj(x)) * up_proj(x))`, without biases as Liger's."""
+
+    def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
+        super().__init__(config, intermediate_size)
         self._check(config)
 
     def _check(self, config: Any) -> None:
@@ -141,17 +148,11 @@ class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
         self.layer_idx = layer_idx
 
 
-class LigerFalconH1SwiGLUMLP(nn.Module):
+class LigerFalconH1SwiGLUMLP(_Gated):
     """`down_multiplier * down_proj(silu(gate_multiplier * gate_proj(x)) * up_proj(x))`."""
 
     def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.config = config
-        self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
-        bias = getattr(config, "mlp_bias", False)
-        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
-        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
+        super().__init__(config, bias=getattr(config, "mlp_bias", False))
         self.gate_multiplier, self.down_multiplier = config.mlp_multipliers
         _check_activation(config.hidden_act)
 
@@ -220,16 +221,8 @@ class LigerExperts(nn.Module):
         return y.reshape(hidden_states.shape)
 
 
-class LigerGEGLUMLP(nn.Module):
+class LigerGEGLUMLP(_Gated):
     """`down_proj(gelu(gate_proj(x)) * up_proj(x))`, by the tanh approximation, without biases."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.config = config
-        self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] → [..., H]."""
@@ -240,14 +233,10 @@ class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
     """As `LigerGEGLUMLP`, with the constructor of Gemma 4's layers; those that share keys may be twice as wide."""
 
     def __init__(self, config: Any, layer_idx: int | None = None) -> None:
-        super().__init__(config)
         shared = getattr(config, "num_kv_shared_layers", 0) or 0
         wide = getattr(config, "use_double_wide_mlp", False) and layer_idx is not None
-        if wide and shared > 0 and layer_idx >= config.num_hidden_layers - shared:
-            self.intermediate_size *= 2
-            self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
-            self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=False)
-            self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
+        wide = wide and shared > 0 and layer_idx >= config.num_hidden_layers - shared
+        super().__init__(config, config.intermediate_size * (2 if wide else 1))
 
 
 def _shards(x: Tensor, num_shards: int | None) -> int:
