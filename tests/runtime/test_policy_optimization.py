@@ -328,13 +328,20 @@ def test_groups_without_signal_are_left_out(output):
 def test_a_model_is_measured_by_rewards_of_held_out_prompts(output):
     spec = spec_of(
         output, "measured",
-        {"rewards": [{"function": "exact_match"}, {"function": "regex", "weight": 0.5, "arguments": {"pattern": "."}}]},
+        {
+            "rewards": [
+                {"function": "exact_match"}, {"function": "regex", "weight": 0.5, "arguments": {"pattern": "."}},
+                {"function": "tests.runtime.helpers.own_rewards:sometimes", "weight": 0.1},
+            ]
+        },
         data={"validation_fraction": 0.3}, evaluation={"every": STEPS, "samples": 1},
     )  # fmt: skip
     record = train_spec(spec)
     (measured,) = read_evaluations(RunFolder.of(spec).metrics)
     found = measured.metrics
-    assert found["reward"] == pytest.approx(found["reward/exact_match"] + 0.5 * found["reward/regex"])
+    # The mean of the last one is over answers that have it, of which a sum counts the others 0.
+    rest = found["reward"] - found["reward/exact_match"] - 0.5 * found["reward/regex"]
+    assert found["reward/sometimes"] == 2.0 and 0 < rest < 0.2
     assert measured.loss == -found["reward"] and found["reward/regex"] > 0
     recipe = DataRecipe.from_spec(spec, fingerprint(spec))
     data = prepare(recipe, data_folder(spec.output, recipe), report=print)

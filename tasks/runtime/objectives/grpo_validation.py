@@ -6,10 +6,13 @@ better as for every objective.
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -39,6 +42,8 @@ class GrpoValidation:
         assert isinstance(spec.objective, Settings)
         self._spec, self._settings, self._data, self._whole = spec, spec.objective, data, whole
         self._rewards: Rewards | None = None
+        # Of the micro-batches that are to come, in order.
+        self._sums: deque[Tensor] = deque()
 
     def prepare(self, context: ObjectiveContext) -> PreparedData:
         """Return the data unchanged."""
@@ -67,25 +72,44 @@ class GrpoValidation:
     def before_step(
         self, model: nn.Module, batches: Iterable[Batch], processes: Processes, max_targets: int | None = None
     ) -> None:
-        """Bring the weights that answer up to date."""
+        """Answer and score the prompts. A reward's mean is over the answers that it has a value for, as in training."""
+        if self._data is None:
+            return
         if self._whole is not None:
             self._whole.update()
+        tables = [self._scored(model, batch, processes.device) for batch in batches]
+        rows = torch.cat(tables)
+        totals = torch.stack([(~rows.isnan()).sum(0), torch.full(rows.shape[1:], rows.shape[0])])
+        totals = totals.to(processes.device)
+        if processes.world_size > 1:
+            dist.all_reduce(totals)
+        known, prompts = totals.cpu().double()
+        share = prompts / known.clamp(min=1)
+        self._sums = deque(table.nansum(0) * share for table in tables)
 
     def micro_batch_loss(
         self, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None = None
     ) -> MicroBatchLoss:
-        """The negated rewards of the answers, and what they are made of, divided by the items of the whole step."""
-        device = items.device
+        """The negated rewards of the answers, and what they are made of, divided by the items of the whole step.
+
+        Of the micro-batches that `before_step` has got, in order.
+        """
         if batch["input_ids"].is_meta:
-            return MicroBatchLoss(torch.zeros((), device=device), {})
+            return MicroBatchLoss(torch.zeros((), device=items.device), {})
+        names = ("reward", *(f"reward/{term.title}" for term in self._settings.rewards), "answer_tokens", "finished")
+        means = (self._sums.popleft().to(items.device) / items).float()
+        return MicroBatchLoss(-means[0], dict(zip(names, means.unbind(), strict=True)))
+
+    def _scored(self, model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
+        """[prompts, 3 + rewards], fp64: the reward of each answer, the values of rewards, NaN where there is none, its
+        tokens, and whether it is finished.
+        """
         model = model if self._whole is None else self._whole.model
         assert self._data is not None and isinstance(model, PreTrainedModel)
         if self._rewards is None:
             self._rewards = Rewards(self._settings.rewards, device)
-        host = {name: tensor.cpu() for name, tensor in batch.items()}
-        prompts = [prompt for prompt in prompts_of(host) if prompt is not None]
-        names = ("reward", *(f"reward/{term.title}" for term in self._settings.rewards), "answer_tokens", "finished")
-        sums = torch.zeros(len(names), dtype=torch.float64)
+        prompts = [prompt for prompt in prompts_of(batch) if prompt is not None]
+        rows: list[list[float]] = []
         if prompts:
             tokenizer = self._data.tokenizer()
             generator = EmbeddedGenerator(
@@ -102,7 +126,6 @@ class GrpoValidation:
             for index, sample in enumerate(samples):
                 own = [value[index] for value in values]
                 total = total_of(self._rewards, self._settings, own, sample)
-                row = [total, *(value or 0.0 for value in own), sample.token_ids.numel(), sample.finished]
-                sums += torch.tensor(row, dtype=torch.float64)
-        means = (sums.to(device) / items).float()
-        return MicroBatchLoss(-means[0], dict(zip(names, means.unbind(), strict=True)))
+                known = [math.nan if value is None else value for value in own]
+                rows.append([total, *known, sample.token_ids.numel(), sample.finished])
+        return torch.tensor(rows, dtype=torch.float64).view(-1, 3 + len(self._settings.rewards))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from strata_platform.spec.objectives import RewardTerm
 from tasks.runtime.models.pretrained import load_pretrained
@@ -13,6 +14,8 @@ from tasks.runtime.rewards.reward_function import Answers
 
 # Answers in a forward pass.
 _ROWS = 8
+_in_use: WeakValueDictionary[tuple[str, torch.device], PreTrainedModel] = WeakValueDictionary()
+"""By name and device, while a reward has it."""
 
 
 class RewardModel:
@@ -29,10 +32,9 @@ class RewardModel:
         self._tokenizer = AutoTokenizer.from_pretrained(term.model, trust_remote_code=False)
         self._device = device
         try:
-            model: Any = load_pretrained(term.model, head="score", seed=None, dtype="auto")
+            self._model: Any = _frozen(term.model, device)
         except ValueError as error:
             raise ValueError(f"objective.rewards[{number}].model: {error}") from error
-        self._model = model.to(device).eval().requires_grad_(False)
         if self._tokenizer.eos_token_id is None:
             raise ValueError(
                 f"objective.rewards[{number}].model {term.model!r} has a tokenizer without an end token, whose place "
@@ -68,6 +70,15 @@ class RewardModel:
         chat = [*prompt, {"role": "assistant", "content": text}]
         rendered = self._tokenizer.apply_chat_template(chat, tokenize=False)
         return list(self._tokenizer(str(rendered).rstrip(), add_special_tokens=False)["input_ids"])
+
+
+def _frozen(name: str, device: torch.device) -> PreTrainedModel:
+    """The model on the device: that of another reward in this process, such as validation's, if there is one."""
+    found = _in_use.get((name, device))
+    if found is None:
+        loaded: Any = load_pretrained(name, head="score", seed=None, dtype="auto")
+        found = _in_use[name, device] = loaded.to(device).eval().requires_grad_(False)
+    return found
 
 
 def require_reward_model(term: RewardTerm, number: int) -> None:

@@ -46,3 +46,8 @@ def fails_together(completions, **columns):
     if completions == ["one"]:
         raise ValueError("one is too few")
     time.sleep(60)
+
+
+def sometimes(completions, prompts, **columns):
+    """No value for prompts that begin late in the alphabet."""
+    return [None if prompt > "d" else 2.0 for prompt in prompts]

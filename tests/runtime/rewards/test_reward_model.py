@@ -1,5 +1,8 @@
 """A reward model as a reward: its scores are those of each text alone."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
@@ -36,6 +39,17 @@ def test_scores_are_those_of_each_text_alone(folder):
         with torch.no_grad():
             expected.append(float(model(ids).logits))
     assert made.score(answers) == pytest.approx(expected, abs=1e-6)
+
+
+def test_rewards_of_one_model_share_it_while_they_are_there(folder):
+    """Those of training and of its validation."""
+    term, device = RewardTerm(model=str(folder)), torch.device("cpu")
+    one, two = RewardModel(term, 0, device), RewardModel(term, 1, device)
+    assert one._model is two._model
+    gone = weakref.ref(one._model)
+    del one, two
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_model_without_one_score_is_refused(folder, tmp_path):
