@@ -80,7 +80,7 @@ def peer(name: str) -> dict[str, float]:
         optimizer.step()
         optimizer.zero_grad()
         # Waits for the GPU.
-        float(trained[0].flatten()[0])
+        float(trained[0].detach().flatten()[0])
         ends.append(time.perf_counter())
     seconds = statistics.median(b - a for a, b in zip(ends[UNTIMED - 1 :], ends[UNTIMED:], strict=False))
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0

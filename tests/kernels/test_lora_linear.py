@@ -14,7 +14,6 @@ from strata_kernels.ops.lora.frozen_weight import ExactWeight, Float8Weight, Fro
 from strata_kernels.ops.lora.gated_layer import lora_gated_layer
 from strata_kernels.ops.lora.lora_linear import AdaptedLayer, lora_linear
 from strata_kernels.ops.lora.low_rank import add_low_rank
-from strata_kernels.ops.lora.low_rank_gradients import low_rank_gradients
 from strata_kernels.ops.lora.seeded_dropout import seeded_dropout
 
 # NumPy's, in the interpreter, of exponentials.
@@ -218,19 +217,6 @@ def test_a_product_of_low_rank_is_added_and_rounded_once(shape, transposed, othe
     assert found.data_ptr() == y.data_ptr()
     roundings = 1 if runs_triton(y) and rank <= 64 else others + 2
     torch.testing.assert_close(found.double(), exact, rtol=2**-10 * roundings, atol=2**-9 * roundings)
-
-
-@pytest.mark.parametrize("shape", [(1, 8, 1), (530, 264, 5), (70, 16, 16), (3, 16, 24)], ids=str)
-def test_gradients_of_a_product_of_low_rank(shape, within_bar, device, poisoned) -> None:
-    rows, columns, rank = shape
-    # The interpreter multiplies bf16 wrongly.
-    make = lambda *size: torch.randn(size, device=device).half()  # noqa: E731
-    dy, h, b, e = make(rows, columns), make(rows, 2 * rank)[:, rank:], make(columns, rank), make(rows, 2 * rank)
-    rest = e[:, rank:].clone()
-    d_b = low_rank_gradients(dy, h, b, 0.5, e[:, :rank])
-    assert torch.equal(e[:, rank:], rest)
-    for found, one, other in ((e[:, :rank], dy, b), (d_b, dy.t(), h)):
-        within_bar(found, 0.5 * (one @ other), 0.5 * one.double() @ other.double())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -19,15 +19,13 @@ from ..activation.activation_kernels import activate
 
 
 @triton.jit
-def _adapted(p_x, p_h, p_b, o_t, o_n, m, n_rows, n_cols, stride_h, stride_br, stride_bn, rank, scale, R: tl.constexpr):
-    """A tile of x + scale · h · b in fp32; x is dense."""
+def _low_rank(p_h, p_b, o_t, o_n, n_rows, n_cols, stride_h, stride_br, stride_bn, rank, R: tl.constexpr):
+    """The factors of a tile of h · b: [BT, R] and [R, BN]."""
     o_r = tl.arange(0, R)
     m_r = o_r < rank
-    b_x = tl.load(p_x + o_t[:, None] * n_cols + o_n[None, :], mask=m, other=0.0).to(tl.float32)
     b_h = tl.load(p_h + o_t[:, None] * stride_h + o_r[None, :], mask=(o_t < n_rows)[:, None] & m_r[None, :], other=0.0)
     o_b = o_r[:, None] * stride_br + o_n[None, :] * stride_bn
-    b_b = tl.load(p_b + o_b, mask=m_r[:, None] & (o_n < n_cols)[None, :], other=0.0)
-    return b_x + scale * tl.dot(b_h, b_b)
+    return b_h, tl.load(p_b + o_b, mask=m_r[:, None] & (o_n < n_cols)[None, :], other=0.0)
 
 
 @triton.jit
@@ -53,11 +51,14 @@ def adapted_gate_fwd_kernel(
 ):  # fmt: skip
     """A tile of y; p_amax is None where nobody needs y's largest magnitude."""
     o_t, o_n, m = _tile(n_rows, n_cols, BT, BN)
-    b_g = _adapted(p_g, p_hg, p_bg, o_t, o_n, m, n_rows, n_cols, stride_hg, stride_bgr, stride_bgn, rank_g, scale_g, R)
-    b_f, _ = activate(b_g, ACTIVATION, False)
-    b_u = _adapted(p_u, p_hu, p_bu, o_t, o_n, m, n_rows, n_cols, stride_hu, stride_bur, stride_bun, rank_u, scale_u, R)
-    b_y = (b_f * b_u).to(p_y.dtype.element_ty)
-    tl.store(p_y + o_t[:, None] * n_cols + o_n[None, :], b_y, mask=m)
+    o_y = o_t[:, None] * n_cols + o_n[None, :]
+    # All loads are under way before the first product waits for one.
+    b_g, b_u = tl.load(p_g + o_y, mask=m, other=0.0), tl.load(p_u + o_y, mask=m, other=0.0)
+    b_hg, b_bg = _low_rank(p_hg, p_bg, o_t, o_n, n_rows, n_cols, stride_hg, stride_bgr, stride_bgn, rank_g, R)
+    b_hu, b_bu = _low_rank(p_hu, p_bu, o_t, o_n, n_rows, n_cols, stride_hu, stride_bur, stride_bun, rank_u, R)
+    b_f, _ = activate(b_g.to(tl.float32) + scale_g * tl.dot(b_hg, b_bg), ACTIVATION, False)
+    b_y = (b_f * (b_u.to(tl.float32) + scale_u * tl.dot(b_hu, b_bu))).to(p_y.dtype.element_ty)
+    tl.store(p_y + o_y, b_y, mask=m)
     if p_amax is not None:
         _note_largest(p_amax, b_y, PARTS)
 
@@ -71,16 +72,21 @@ def adapted_gate_bwd_kernel(
 ):  # fmt: skip
     """A tile of dg and of du; e has its scale already."""
     o_t, o_n, m = _tile(n_rows, n_cols, BT, BN)
-    b_dy = _adapted(p_dy, p_e, p_a, o_t, o_n, m, n_rows, n_cols, stride_e, stride_ar, stride_an, rank_d, 1.0, R)
-    b_g = _adapted(p_g, p_hg, p_bg, o_t, o_n, m, n_rows, n_cols, stride_hg, stride_bgr, stride_bgn, rank_g, scale_g, R)
-    b_f, b_df = activate(b_g, ACTIVATION, False)
     o_y = o_t[:, None] * n_cols + o_n[None, :]
+    # All loads are under way before the first product waits for one.
+    b_dy, b_g = tl.load(p_dy + o_y, mask=m, other=0.0), tl.load(p_g + o_y, mask=m, other=0.0)
+    b_u = tl.load(p_u + o_y, mask=m, other=0.0)
+    b_e, b_a = _low_rank(p_e, p_a, o_t, o_n, n_rows, n_cols, stride_e, stride_ar, stride_an, rank_d, R)
+    b_hg, b_bg = _low_rank(p_hg, p_bg, o_t, o_n, n_rows, n_cols, stride_hg, stride_bgr, stride_bgn, rank_g, R)
+    b_hu, b_bu = _low_rank(p_hu, p_bu, o_t, o_n, n_rows, n_cols, stride_hu, stride_bur, stride_bun, rank_u, R)
+    b_dy = b_dy.to(tl.float32) + tl.dot(b_e, b_a)
+    b_f, b_df = activate(b_g.to(tl.float32) + scale_g * tl.dot(b_hg, b_bg), ACTIVATION, False)
     b_du = (b_dy * b_f).to(p_du.dtype.element_ty)
     tl.store(p_du + o_y, b_du, mask=m)
     if p_du_amax is not None:
         _note_largest(p_du_amax, b_du, PARTS)
-    b_u = _adapted(p_u, p_hu, p_bu, o_t, o_n, m, n_rows, n_cols, stride_hu, stride_bur, stride_bun, rank_u, scale_u, R)
-    b_dg = (b_dy * b_u * b_df).to(p_dg.dtype.element_ty)
+    b_dy *= b_u.to(tl.float32) + scale_u * tl.dot(b_hu, b_bu)
+    b_dg = (b_dy * b_df).to(p_dg.dtype.element_ty)
     tl.store(p_dg + o_y, b_dg, mask=m)
     if p_dg_amax is not None:
         _note_largest(p_dg_amax, b_dg, PARTS)

@@ -37,8 +37,9 @@ class Launch:
     warps: int
 
 
-_FORWARD = Launch(rows=32, columns=128, warps=4)
-_BACKWARD = Launch(rows=32, columns=128, warps=4)
+# More columns take more registers: fewer programs at once, and fewer loads under way.
+_FORWARD = Launch(rows=32, columns=64, warps=4)
+_BACKWARD = Launch(rows=32, columns=64, warps=4)
 
 # h [T, R], b [R, F] and the scale of an adapter's product.
 _Product = tuple[Tensor, Tensor, float]
