@@ -99,7 +99,13 @@ class Retention:
                     yield from self._remove_folder(run, run.checkpoints, changed)
 
     def _is_leased(self, folder: Path) -> bool:
-        newest = _last_change(folder / ".lease")
+        files = sorted((folder / ".lease").glob("lease-*.json"))
+        try:
+            released = bool(files) and json.loads(files[-1].read_text()).get("released", False)
+        except (OSError, ValueError):
+            # It is being written.
+            released = False
+        newest = None if released else _last_change(folder / ".lease")
         return newest is not None and self._now - newest < _LEASE
 
     def _remove_folder(self, run: RunLayout, folder: Path, changed: datetime) -> Iterator[str]:

@@ -78,6 +78,18 @@ def test_a_run_that_goes_on_is_left_alone(tmp_path):
     assert (locked / "checkpoints").is_dir() and (leased / "checkpoints").is_dir()
 
 
+def test_a_run_that_has_just_released_its_lease_is_as_old_as_its_files(tmp_path):
+    released = run(tmp_path, "released", 91)
+    (released / ".lease").mkdir()
+    (released / ".lease" / "lease-000002.json").write_text('{"released": true}')
+    at = (NOW - timedelta(seconds=10)).timestamp()
+    os.utime(released / ".lease" / "lease-000002.json", (at, at))
+    # Its newest file is the lease, of ten seconds ago.
+    (said,), _ = folders(tmp_path, checkpoints="5s")
+    assert said.startswith(f"removed {released / 'checkpoints'}")
+    assert folders(tmp_path, runs="1h") == ([], [])
+
+
 def test_links_are_not_followed_out_of_the_folder(tmp_path):
     outside = run(tmp_path / "outside", "old", 91)
     (tmp_path / "runs").mkdir()
