@@ -17,11 +17,11 @@ from strata_platform.backends.api_errors import translated_errors
 from strata_platform.backends.flyte_admin import FlyteAdmin
 from strata_platform.backends.flyte_config import FlyteConfig
 from strata_platform.backends.kubernetes_objects import Namespace, condition_of, is_deactivated
+from strata_platform.chart.value_fields import duration
 from strata_platform.errors import BackendError, StrataError
 from strata_platform.kubernetes_api import Object
 
 VARIABLE = "STRATA_QUEUE_TIMEOUT"
-_UNITS = {"s": timedelta(seconds=1), "m": timedelta(minutes=1), "h": timedelta(hours=1), "d": timedelta(days=1)}
 
 
 class Tenant(BaseModel):
@@ -42,7 +42,9 @@ class Settings(BaseModel):
     @property
     def longest(self) -> timedelta:
         """How long a run may wait."""
-        return int(self.after[:-1]) * _UNITS[self.after[-1]]
+        longest = duration(self.after)
+        assert longest is not None, "the chart makes no CronJob without queues.timeout.after"
+        return longest
 
 
 def end_hopeless_runs(settings: Settings, now: datetime) -> Iterator[str]:

@@ -23,11 +23,11 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from strata_platform.backends.kubernetes_objects import EXECUTION
+from strata_platform.chart.value_fields import duration
 from strata_platform.kubernetes_api import Access, ApiError, KubernetesApi, Object
 from strata_platform.run_layout import RunLayout
 
 VARIABLE = "STRATA_RETENTION"
-_UNITS = {"s": timedelta(seconds=1), "m": timedelta(minutes=1), "h": timedelta(hours=1), "d": timedelta(days=1)}
 # A lease that was renewed so recently may belong to a machine whose lock this file system does not show.
 _LEASE = timedelta(minutes=5)
 
@@ -45,11 +45,6 @@ class Settings(BaseModel):
     depth: int = 3
 
 
-def age(text: str) -> timedelta | None:
-    """`7d` as a time; None where nothing is removed."""
-    return int(text[:-1]) * _UNITS[text[-1]] if text else None
-
-
 class Retention:
     """What is old is removed, or named. A thing that cannot be removed keeps no other from it."""
 
@@ -59,7 +54,7 @@ class Retention:
 
     def objects(self, api: KubernetesApi) -> Iterator[str]:
         """Finished training jobs with their pods, and finished pods of runs that have no job."""
-        longest = age(self._settings.objects)
+        longest = duration(self._settings.objects)
         if longest is None:
             return
         for place in self._settings.namespaces:
@@ -85,7 +80,7 @@ class Retention:
 
     def folders(self) -> Iterator[str]:
         """Checkpoints of complete runs, and folders of runs."""
-        checkpoints, runs = age(self._settings.checkpoints), age(self._settings.runs)
+        checkpoints, runs = duration(self._settings.checkpoints), duration(self._settings.runs)
         for root in self._settings.folders if checkpoints or runs else ():
             for folder in run_folders(Path(root), self._settings.depth):
                 run = RunLayout(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
@@ -93,6 +94,13 @@ OptionalAddress = Annotated[str, Field(pattern=f"^({_ADDRESS})?$")]
 Duration = Annotated[str, Field(pattern=r"^[1-9][0-9]*(s|m|h|d)$")]
 """A duration as Prometheus writes it, such as 15m."""
 OptionalDuration = Annotated[str, Field(pattern=r"^([1-9][0-9]*(s|m|h|d))?$")]
+_UNITS = {"s": timedelta(seconds=1), "m": timedelta(minutes=1), "h": timedelta(hours=1), "d": timedelta(days=1)}
+
+
+def duration(text: str) -> timedelta | None:
+    """An OptionalDuration as a time; None if it is empty."""
+    return int(text[:-1]) * _UNITS[text[-1]] if text else None
+
 
 PortNumber = Annotated[int, Field(ge=1, le=65535)]
 UserId = Annotated[int, Field(ge=1, le=2**31 - 1)]
