@@ -103,6 +103,20 @@ CHECKS = (
         "the model's class supports model.attention",
     ),
     Check(
+        "kernels",
+        ("plan", "launch"),
+        "models.planned_model:require_kernels",
+        ("spec.model", "spec.kernels"),
+        "with kernels.enabled true, every operator has its place; the loss is fused or transformers' own",
+    ),
+    Check(
+        "frozen weights",
+        ("plan", "launch"),
+        "models.planned_model:require_names_of_weights",
+        ("spec.model",),
+        "the names in model.freeze or model.trainable are those of weights, and some weights are left to train",
+    ),
+    Check(
         "adapter",
         ("plan", "launch"),
         "models.lora:require_adapter",

@@ -203,7 +203,12 @@ def _angles_given(rotary: Any, by_positions: bool, named: dict[str, str]) -> Any
     if not by_positions:
         return rotary(x, **named)
     if getattr(rotary, "rope_type", None) != "axial":
-        return rotary(x, torch.arange(3)[None], **named)
+        places = torch.arange(3)[None]
+        try:
+            return rotary(x, places, **named)
+        except (IndexError, RuntimeError):
+            # Of M-RoPE, some versions take the positions of three axes alone.
+            return rotary(x, places.expand(3, 1, 3), **named)
     # Row and column. Some towers have batch rows; others take the positions of one for something else.
     patches = torch.tensor([[0, 2], [1, 0], [3, 1]])
     given = rotary(x, patches[None], **named)

@@ -421,12 +421,12 @@ def prepare_for_training(model: PreTrainedModel, kernels: Kernels, training: Tra
     """Patch the operators and set up activation checkpointing."""
     report = patch(model, kernels)
     if not has_fused_loss(report):
-        _require_shared_loss(unwrap(model))
+        require_shared_loss(unwrap(model))
     checkpoint_activations(model, training)
     return report
 
 
-def _require_shared_loss(model: nn.Module) -> None:
+def require_shared_loss(model: nn.Module) -> None:
     """Raises ValueError unless the model computes its loss by transformers' `loss_function`.
 
     Only that takes labels that are shifted already, and divides by the tokens of a whole step.

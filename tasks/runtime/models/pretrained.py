@@ -5,6 +5,7 @@ transformers gives a tensor that the folder lacks random values, passes over one
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,10 @@ from tasks.runtime.process.errors import Unreachable
 from tasks.runtime.process.hub import asking_hub
 
 _EXPECTED_ERRORS = (OSError, ImportError, ValueError, SafetensorError)
+# What transformers says of a configuration that an automatic class has no model for, before it lists all that it knows.
+_NO_CLASS = re.compile(
+    r"Unrecognized configuration class <class '(?:\w+\.)*(?P<config>\w+)'> for this kind of AutoModel: (?P<auto>\w+)"
+)
 # Names of tensors that an error lists.
 _SHOWN = 3
 
@@ -121,6 +126,11 @@ def readable(source: str) -> Iterator[None]:
             raise ValueError(
                 f"model.name {source!r} brings code of its own, which is run only if model.trust_remote_code names it: "
                 "read the code, and see docs/extending.md"
+            ) from error
+        if unknown := _NO_CLASS.search(reason):
+            raise ValueError(
+                f"model.name {source!r}: {unknown['auto']} of transformers has no model with a {unknown['config']}; "
+                "choose one that writes texts, or texts about images; models that take audio alone are not supported"
             ) from error
         raise ValueError(
             f"model.name {source!r} cannot be read: {reason}; give the name of a model on the Hub, or a folder with "
