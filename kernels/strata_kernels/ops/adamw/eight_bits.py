@@ -150,7 +150,7 @@ def _cell(x: Tensor, first: int) -> Tensor:
     cell = torch.where(cell < low + 0.2, low - 1, torch.minimum(cell.floor(), 2 * low - 1))
     cell = cell.clamp_(min=first) - (first - 1)
     cell[x >= 1 - 0.225 / (64 * first)] = first * 127 + 1.0
-    cell[x < 0.5e-7 + 2.25e-7 / first] = 0.0
+    cell[~(x >= 0.5e-7 + 2.25e-7 / first)] = 0.0
     return cell.int()
 
 

@@ -29,7 +29,7 @@ def _cell(b_x, FIRST: tl.constexpr, FAST: tl.constexpr):
         # At the edge of two decades either will do: their cells are numbered on.
         b_log = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [b_x], tl.float32, is_pure=True, pack=1)
     else:
-        b_log = tl.log2(b_x)
+        b_log = tl.log2(tl.maximum(b_x, _TINY))
     b_decade = tl.floor(b_log * _LOG10_2 + _DECADES)
     b_decade = tl.minimum(tl.maximum(b_decade, 0.0), _DECADES - 1.0)
     b_low = FIRST * tl.exp2(b_decade)
@@ -39,7 +39,8 @@ def _cell(b_x, FIRST: tl.constexpr, FAST: tl.constexpr):
     b_cell = tl.maximum(b_cell, FIRST) - (FIRST - 1)
     # Half-way from the last cell's middle to 1, and from 0 to the first one's.
     b_cell = tl.where(b_x >= 1 - 0.225 / (64 * FIRST), FIRST * 127 + 1.0, b_cell)
-    return tl.where(b_x < 0.5e-7 + 2.25e-7 / FIRST, 0.0, b_cell).to(tl.int32)
+    # NaN, too, gets a number.
+    return tl.where(b_x >= 0.5e-7 + 2.25e-7 / FIRST, b_cell, 0.0).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["n", "first", "word0", "word2"])
