@@ -27,6 +27,9 @@ class ChainedOptimizer(TypedStateOptimizer):
         for number, part in enumerate(self._parts):
             # Loading a checkpoint and stepping in the backward pass replace the groups and the state.
             part.param_groups = [group for group in self.param_groups if group["part"] == number]
+            if not part.param_groups:
+                # A step in the backward pass, of a parameter of another part.
+                continue
             part.state = self.state
             part.step()
         return loss
