@@ -140,7 +140,7 @@ class Estimate:
                 (
                     shape.experts > 0,
                     f"model.name: how unevenly the {shape.experts} experts of a layer, {shape.active_experts} for a "
-                    "token, are used; times are those of dense products of the same size, and are not measured",
+                    "token, are used; times were fitted to 128 experts of which a token uses 8",
                 ),
                 (shape.unread is not None, str(shape.unread)),
                 (

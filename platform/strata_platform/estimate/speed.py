@@ -16,6 +16,10 @@ _UNFUSED = 3.0
 _LOGIT_BYTES, _PLAIN_LOGIT_BYTES = 6, 44
 # Bytes per value of queries, keys and values that context parallelism splits, joins and copies around attention.
 _JOINED_BYTES = 12
+# Rate of the products of experts, each of some hundred rows, relative to that of other products.
+_EXPERTS = 0.65
+# Seconds of a layer's router, of sorting its tokens, and of many small kernels around them, in all passes.
+_ROUTING = 0.5e-3
 # Share of a collective that overlaps with computation, if there is enough of it.
 _HIDDEN = 0.85
 
@@ -54,9 +58,14 @@ def time_of(work: Workload, gpu: Gpu) -> Time:
         # Recomputation stops at the last tensor that the backward pass reads, before the last projection.
         layer_flops -= 2.0 * shape.hidden * shape.intermediate * again
     else:
+        # That of fused experts alone: an adapter on a linear layer reads the input of its product.
+        columns = shape.intermediate - shape.shared if shape.experts and work.fused else 0
+        layer_flops -= 2.0 * shape.hidden * columns * again
         experts = sum(rows * columns for rows, columns in work.expert_adapters)
         used = shape.active_experts / shape.experts if shape.experts else 0.0
         layer_flops += 6 * (shape.lora_parameters(work.lora.r) / shape.layers + used * experts)
+    # Products of experts take as long as so many more of other products.
+    layer_flops += _expert_flops(work, again) * (1 / _EXPERTS - 1)
     head_flops = 2 * shape.head_parameters * (2 if work.lora else 3)
     products = tokens * (shape.layers * layer_flops / products_rate(work, gpu) + head_flops / gpu.products)
     attention_rate = gpu.masked if work.masked else gpu.causal
@@ -68,17 +77,32 @@ def time_of(work: Workload, gpu: Gpu) -> Time:
     loss = tokens * shape.outputs * logit / gpu.stream
     # The host launches kernels ahead of the GPU, so the slower of the two counts.
     launched = shape.layers * gpu.layer * (1 + light / 3)
-    device = products + attention + elementwise + loss
+    routing = shape.layers * _ROUTING if shape.experts else 0.0
+    device = products + attention + elementwise + routing + loss
     slower = max(device, launched) / device
     compute = rounds * device * slower
     return Time(
         products=rounds * products * slower,
         attention=rounds * attention * slower,
-        elementwise=rounds * elementwise * slower,
+        elementwise=rounds * (elementwise + routing) * slower,
         loss=rounds * loss * slower,
         optimizer=_optimizer(work, gpu),
         waiting=_waiting(work, gpu, compute),
     )
+
+
+def _expert_flops(work: Workload, again: float) -> float:
+    """FLOPs per token and layer of experts that a router chooses, and of their adapters; 0 without a mixture."""
+    shape = work.shape
+    if not shape.experts:
+        return 0.0
+    columns = shape.intermediate - shape.shared
+    weights = (2 + shape.gated) * columns * shape.hidden
+    flops = 2.0 * weights * ((2 if work.lora else 3) + again)
+    if work.fused:
+        flops -= 2.0 * columns * shape.hidden * again
+    adapters = sum(rows * parts for rows, parts in work.expert_adapters)
+    return flops + 6 * adapters * shape.active_experts / shape.experts
 
 
 def model_flops(shape: ModelShape, sequence_length: int) -> float:

@@ -40,6 +40,9 @@ class AdamW8bit(TypedStateOptimizer):
     `exp_avg_sq_scale`, fp32, [rows, weights of a row / 256]; `step`. Tensors with rows are sharded like the parameter.
     """
 
+    steps_on_any_stream = True
+    """Its kernel runs on PyTorch's current stream."""
+
     def __init__(
         self,
         groups: list[dict[str, Any]],

@@ -31,10 +31,12 @@ SQUARED_NORM = "squared_norm"
 
 
 def step_in_backward(optimizer: torch.optim.Optimizer, max_norm: float = 0.0) -> None:
-    """Make the backward pass step each parameter as soon as its gradient is complete, and free the gradient.
+    """Make the backward pass step each matrix as soon as its gradient is complete, and free the gradient.
 
-    The optimizer's own `step` then has nothing to do. Set the learning rate before the backward pass. On a GPU, an
-    optimizer with `steps_on_any_stream` steps on a stream of its own, which the backward pass waits for at its end.
+    The optimizer's own `step`, after it, has vectors alone to step, all at once: one by one they would take the host
+    longer than they are worth. With `max_norm` it has none, because every gradient is clipped in the order of the pass.
+    Set the learning rate before the backward pass. On a GPU, an optimizer with `steps_on_any_stream` steps on a stream
+    of its own, which the backward pass waits for at its end.
 
     max_norm: clip as the module's docstring says; 0: no limit. Only where a process has whole gradients.
     """
@@ -44,6 +46,8 @@ def step_in_backward(optimizer: torch.optim.Optimizer, max_norm: float = 0.0) ->
     take = WeakMethod(steps.take)
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
+            if parameter.ndim < 2 and not max_norm:
+                continue
             parameter.register_post_accumulate_grad_hook(partial(_call, take, number))
 
 
