@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from tasks.runtime.models.activation_offloading import OnHost, to_device
+from tasks.runtime.models.activation_offloading import OnHost
 
 Kept = deque[tuple[str, Any]]
 """Names of operators, and their results."""
@@ -64,6 +64,25 @@ class KeptOperators:
         return run
 
 
+class _Alias:
+    """A result that stays where it is."""
+
+    def __init__(self, x: Tensor) -> None:
+        # Below autograd, an alias would count its changes alone.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            self._x = x.detach()
+        self._version = self._x._version
+
+    def to_device(self) -> Tensor:
+        """It, as it was."""
+        if self._x._version != self._version:
+            raise ValueError(
+                "training.gradient_checkpointing 'attention': a layer of this model changes in place what a product or "
+                "attention has given it; set training.gradient_checkpointing to 'full'"
+            )
+        return self._x
+
+
 class _Watch(TorchDispatchMode):
     # Such as flex attention.
     supports_higher_order_operators = True
@@ -84,11 +103,11 @@ class _Keep(_Watch):
             self._kept.append((name, tree_map_only(Tensor, self._keep, found)))
         return found
 
-    def _keep(self, x: Tensor) -> Tensor | OnHost:
+    def _keep(self, x: Tensor) -> _Alias | OnHost:
         # Small ones, such as states of random generators, are not worth a copy. An alias, because autograd hangs its
         # graph on the tensor itself.
         large = self._to_host is not None and x.numel() >= _LEAST
-        return self._to_host(x) if large and self._to_host is not None else x.detach()
+        return self._to_host(x) if large and self._to_host is not None else _Alias(x)
 
 
 class _Take(_Watch):
@@ -97,7 +116,7 @@ class _Take(_Watch):
             return operator(*args, **(kwargs or {}))
         kept, found = self._kept.popleft()
         assert kept == name, f"a layer ran {name} where its forward pass had run {kept}"
-        return tree_map_only((Tensor, OnHost), to_device, found)
+        return tree_map_only((_Alias, OnHost), lambda x: x.to_device(), found)
 
 
 # Elements of the smallest tensor that is copied to the host.

@@ -68,14 +68,17 @@ class _Steps:
         self._optimizer, self._max_norm = optimizer, max_norm
         self._stream: torch.cuda.Stream | None = None
         self._waiting: deque[tuple[Tensor, torch.cuda.Event]] = deque()
-        self._in_pass = False
+        # The number of the backward pass; one that an error ended has not told so.
+        self._pass = -1
         # Of this pass: Σ |g|² of what has come, Σ |g|² of the step before of what has not.
         self._seen = self._rest = torch.zeros(())
 
     def take(self, number: int, parameter: Tensor) -> None:
         """Step a parameter, of the group with this number, and let its gradient go."""
         assert parameter.grad is not None
-        if not self._in_pass:
+        number_of_pass = torch._C._current_graph_task_id()
+        if self._pass != number_of_pass:
+            self._pass = number_of_pass
             self._begin(parameter.device)
         if self._stream is None:
             self._step(number, parameter)
@@ -94,7 +97,6 @@ class _Steps:
 
     def _begin(self, device: torch.device) -> None:
         Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
-        self._in_pass = True
         if self._max_norm:
             self._seen = torch.zeros((), dtype=torch.float64, device=device)
             self._rest = self._sum_before()
@@ -103,7 +105,6 @@ class _Steps:
 
     def _end(self) -> None:
         """Called when the backward pass is done, with the stream that has called it."""
-        self._in_pass = False
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
             self._waiting.clear()

@@ -11,6 +11,7 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.training import Training
 from tasks.runtime.models import activation_checkpointing
 from tasks.runtime.models.build import build_model, patch
+from tasks.runtime.models.kept_operators import KeptOperators
 
 # The compiler looks at it, and hides the warning by means that do not hide errors.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -103,6 +104,16 @@ def test_what_is_recomputed_has_the_same_bits(kind):
     again, recomputed = step(make_model(gradient_checkpointing=kind))
     assert again == loss
     assert torch.equal(recomputed, gradients)
+
+
+def test_what_is_kept_and_then_changed_in_place_is_refused():
+    layer = nn.Linear(4, 4)
+    kept = KeptOperators(frozenset({"aten::addmm"}), [layer])
+    forward, again = kept.contexts()
+    with forward:
+        layer(torch.ones(2, 4)).mul_(2)
+    with again, pytest.raises(ValueError, match=r"changes in place .* set .* to 'full'"):
+        layer(torch.ones(2, 4))
 
 
 def test_layers_that_are_all_kept_are_refused():
