@@ -12,8 +12,13 @@ from strata_kernels.ops.adamw.eight_bits_codes import BLOCK, values_on
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "seed": 2**40 + 12345}
-# Several programs, the last of which is not full.
 BLOCKS = 11
+
+
+@pytest.fixture(autouse=True)
+def wide_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of several blocks, the last of which is not full."""
+    monkeypatch.setattr(eight_bits, "_BLOCKS", 4)
 
 
 class State:

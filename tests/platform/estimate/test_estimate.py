@@ -357,6 +357,18 @@ def of_mixture(**sections):
     )
 
 
+def test_a_mixture_on_one_gpu_is_as_it_was_measured():
+    """One row of 4096 tokens, recomputed; docs/benchmarks/large-models.md has the command."""
+    common = {"data": {"sequence_length": 4096}, "training": {"gradient_checkpointing": "full"}}
+    _, lora = of_mixture(**common, adapter={"type": "lora", "target_parameters": ["gate_up_proj", "down_proj"]})
+    assert lora.tokens_per_second == pytest.approx(16235, rel=0.1)
+    assert lora.memory.peak / 2**30 == pytest.approx(63.5, rel=0.05)
+    eight_bits = {"type": "adamw_8bit", "precision": "stochastic_rounding", "in_backward": True, "max_grad_norm": 0}
+    # Its speed depends on the host, which is not modelled.
+    _, whole = of_mixture(**common, optimizer=eight_bits)
+    assert whole.memory.peak / 2**30 == pytest.approx(117.4, rel=0.05)
+
+
 @pytest.mark.parametrize("ways", [2, 8])
 def test_split_experts_are_gathered_in_part(ways):
     """Two layers are gathered at a time, and one has gradients that are not reduced: in bfloat16 and in fp32."""

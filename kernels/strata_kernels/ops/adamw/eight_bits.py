@@ -25,7 +25,7 @@ from .shard import Shard
 from .step_plan import Hyperparameters, Rounding, _as_two_fp32, _constants
 
 # Blocks of a program, and its warps.
-_BLOCKS, _WARPS = 2, 2
+_BLOCKS, _WARPS = 1, 1
 # Blocks that the reference takes at a time.
 _AT_ONCE = 2**14
 _DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
