@@ -18,8 +18,11 @@ from torch.testing import assert_close
 from strata_kernels import (
     linear_cross_entropy,
     linear_cross_entropy_with_predictions,
+    linear_grpo,
+    linear_kto,
     linear_logprobs,
     linear_logprobs_with_entropy,
+    linear_preference,
 )
 from strata_kernels.ops.head import memory
 
@@ -98,6 +101,27 @@ def test_log_probabilities_and_entropies(rank: int) -> None:
     found = gradients(lambda **t: linear_logprobs(target=targets, **t).full_tensor(), cut)
     for name, x in found.items():
         close(x.full_tensor() if isinstance(x, DTensor) else x, expected[name], f"{name} of DTensors")
+
+
+def test_losses_of_answers(rank: int) -> None:
+    tensors, target = problem()
+    target, reference, kl = target.view(4, 10), torch.linspace(-60.0, -50.0, 4), torch.tensor(0.3)
+    good, advantages = torch.tensor([True, False, True, True]), torch.tensor([1.0, 0.5, -0.5, -1.0])
+    losses: dict[str, Callable[..., Tensor]] = {
+        "preference": lambda x, weight, **o: linear_preference(x, weight, target, reference, **o).loss,
+        "kto": lambda x, weight, **o: linear_kto(x, weight, target, reference, good, kl, **o).loss,
+        "grpo": lambda x, weight, **o: linear_grpo(x, weight, target, advantages, **o).loss,
+    }
+    for kind, loss in losses.items():
+
+        def run(x: Tensor, loss: Callable[..., Tensor] = loss, **more: object) -> Tensor:
+            return loss(x.view(4, 10, HIDDEN), **more)
+
+        expected = gradients(run, tensors)
+        parts = {name: mine(rank, x) if name in HEAD else x for name, x in tensors.items()}
+        found = gradients(lambda **t: run(group=dist.group.WORLD, **t), parts)
+        for name, x in found.items():
+            close(x, mine(rank, expected[name]) if name in HEAD else expected[name], f"{name} of {kind}")
 
 
 def test_gradients_of_transposed_rows_are_summed(rank: int) -> None:
