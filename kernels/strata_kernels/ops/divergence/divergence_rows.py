@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -179,7 +178,7 @@ def _launch_jsd(
         *words, target, scale, partial, z.new_zeros(3 * n_parts, dtype=torch.int64),
         n_parts, distance, *(0 if x is None else x.stride(0) for x in words), 0 if scale is None else scale.stride(0),
         form.ignore_index,
-        V=vocabulary // 2, BETA=form.beta, OFFSET=-math.log2(1 - form.beta) / parts, TEMPERATURE=form.temperature,
+        V=vocabulary // 2, BETA=form.beta, TEMPERATURE=form.temperature,
         GRADIENT=dz is not None, BF16=z.dtype == torch.bfloat16,
         # The interpreter knows no assembly.
         FAST=z.device.type != "cpu",

@@ -6,15 +6,11 @@ registers, and part i through the first, which fills the time in which the other
 i - distance store their Σ p a. So both logits are read from memory once, and once more from L2. It waits for programs
 with higher numbers as `divergence_kernel` does with KEEP.
 
-With x = z / T · log2 e - max and y of the teacher alike, Z = Σ 2^x, r = log2(Z / Z'), and m by (1 - β) / Z:
-
-    u = log2(2^x + 2^(y + r) β / (1 - β))     a = x - u = log2(p / m) + log2(1 - β)     b = y + r - u, of q
-
-so that a logit takes one exponential in each phase, and both share a logarithm. The constant of a does not matter for
-dz = p (a - Σ p a) (1 - β) ln 2 / T, and is added to the loss as a whole.
+With x = z / T · log2 e - max, and y of the teacher alike plus log2(Z / Z') for Z = Σ 2^x and Z' of the teacher, both
+are log-probabilities up to one constant, so that p and q are Z times too large; dz = p (c - Σ p c) (β - 1) ln 2 / T.
 
 Two logits are loaded, compared and stored as one word. Names: i_a, i_b parts; _l and _h the logits in the low and in
-the high half of a word; e and q the exponentials; the rest as in `divergence_kernel`.
+the high half of a word; the rest as in `divergence_kernel`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -31,19 +27,35 @@ _LOWEST: tl.constexpr = tl.constexpr(-1048576.0)
 # Two of them in a word, of bf16 and, where they are -65504, of fp16.
 _LOWEST_BF16: tl.constexpr = tl.constexpr(0xC980C980 - 2**32)
 _LOWEST_FP16: tl.constexpr = tl.constexpr(0xFBFFFBFF - 2**32)
-_TINY: tl.constexpr = tl.constexpr(1.1754943508222875e-38)
 # A word of a part that does not count: maximum 0, sum 1.
 _NEUTRAL: tl.constexpr = tl.constexpr(0x3F800000)
 
 
 @triton.jit
 def _exp2(b_x, FAST: tl.constexpr):
-    """2 to the power of numbers up to 0; FAST in one instruction, 0 for results below 1e-38."""
+    """2 to the power of numbers; FAST in one instruction, 0 for results below 1e-38."""
     if FAST:
         b_y = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [b_x], tl.float32, is_pure=True, pack=1)
     else:
         b_y = tl.exp2(b_x)
     return b_y
+
+
+@triton.jit
+def _jsd_terms(b_x, b_y, BETA: tl.constexpr, FAST: tl.constexpr):
+    """(p; c; q log2(m / q)) of finite logarithms, where c = log2(m / p). With the logarithm of m over the larger of p
+    and q nothing cancels where they are close.
+    """
+    b_d = b_y - b_x
+    b_ratio = _exp2(tl.minimum(b_d, -b_d), FAST)
+    if BETA == 0.5:
+        b_lm = _log2(0.5 * b_ratio + 0.5, FAST)
+    else:
+        b_share = tl.where(b_d > 0.0, BETA, 1.0 - BETA)
+        b_lm = _log2(b_share + (1.0 - b_share) * b_ratio, FAST)
+    b_p = _exp2(b_x, FAST)
+    b_c = b_lm + tl.maximum(b_d, 0.0)
+    return b_p, b_c, _exp2(b_y, FAST) * (b_lm + tl.maximum(-b_d, 0.0))
 
 
 @triton.jit
@@ -176,14 +188,10 @@ def _statistics(p_words, n_parts, needed, FAST: tl.constexpr, PARTS: tl.constexp
 def jsd_kernel(
     p_z, p_t, p_dz, p_target, p_scale, p_partial, p_words,
     n_parts, distance, stride_z, stride_t, stride_dz, stride_scale, ignore_index,
-    V: tl.constexpr, BETA: tl.constexpr, OFFSET: tl.constexpr, TEMPERATURE: tl.constexpr,
-    GRADIENT: tl.constexpr, BF16: tl.constexpr, FAST: tl.constexpr,
-    PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    V: tl.constexpr, BETA: tl.constexpr, TEMPERATURE: tl.constexpr, GRADIENT: tl.constexpr,
+    BF16: tl.constexpr, FAST: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Losses of parts of rows, p_partial [N, PARTS], and p_dz [N, V], which may be p_z; V, BLOCK and strides in words.
-
-    OFFSET: -log2(1 - β) / PARTS.
-    """
+    """Losses of parts of rows, p_partial [N, PARTS], and p_dz [N, V], which may be p_z. V, BLOCK, strides: in words."""
     SCALE: tl.constexpr = 1.4426950408889634 / TEMPERATURE
     i_a = tl.program_id(0)
     i_b = i_a - distance
@@ -199,28 +207,14 @@ def jsd_kernel(
 
     z_max, t_max, z_sum, t_sum = _statistics(p_words + i_n * PARTS, n_parts, is_b, FAST, PARTS, PADDED)
     log_ratio = _log2(z_sum, FAST) - _log2(t_sum, FAST)
-    of_teacher = tl.exp2(log_ratio) * (BETA / (1.0 - BETA))
-    b_z = _finite(b_z, BF16, FAST)
-    b_t = _finite(b_t, BF16, FAST)
-    b_zl, b_zh = _halves(b_z, BF16, FAST)
-    b_tl, b_th = _halves(b_t, BF16, FAST)
-    b_xl = b_zl * SCALE - z_max
-    b_xh = b_zh * SCALE - z_max
-    b_el = _exp2(b_xl, FAST)
-    b_eh = _exp2(b_xh, FAST)
-    b_ql = _exp2(b_tl * SCALE - t_max, FAST)
-    b_qh = _exp2(b_th * SCALE - t_max, FAST)
-    # Tokens that both rule out have a finite logarithm, which is multiplied by 0.
-    b_ul = _log2(tl.maximum(b_ql * of_teacher + b_el, _TINY), FAST)
-    b_uh = _log2(tl.maximum(b_qh * of_teacher + b_eh, _TINY), FAST)
-    b_al = b_xl - b_ul
-    b_ah = b_xh - b_uh
-    b_bl = b_tl * SCALE + (log_ratio - t_max) - b_ul
-    b_bh = b_th * SCALE + (log_ratio - t_max) - b_uh
-    of_p, of_q = tl.reduce((b_el * b_al + b_eh * b_ah, b_ql * b_bl + b_qh * b_bh), 0, _added_pair)
+    b_zl, b_zh = _halves(_finite(b_z, BF16, FAST), BF16, FAST)
+    b_tl, b_th = _halves(_finite(b_t, BF16, FAST), BF16, FAST)
+    b_pl, b_cl, b_ql = _jsd_terms(b_zl * SCALE - z_max, b_tl * SCALE + (log_ratio - t_max), BETA, FAST)
+    b_ph, b_ch, b_qh = _jsd_terms(b_zh * SCALE - z_max, b_th * SCALE + (log_ratio - t_max), BETA, FAST)
+    of_p, of_q = tl.reduce((b_pl * b_cl + b_ph * b_ch, b_ql + b_qh), 0, _added_pair)
     if GRADIENT:
         tl.store(p_words + 2 * n_parts + i_b, _pack(of_p, 1), mask=is_b)
-    loss = ((1.0 - BETA) * (of_p / z_sum) + BETA * (of_q / t_sum) + OFFSET) * _LN2
+    loss = -((1.0 - BETA) * of_p + BETA * of_q) * (_LN2 / z_sum)
     tl.store(p_partial + i_b, tl.where(counted, loss, 0.0), mask=is_b)
 
     _publish(b_za, b_ta, p_words + i_a, n_parts, is_a, SCALE, BF16, FAST)
@@ -228,6 +222,6 @@ def jsd_kernel(
     if GRADIENT and is_b:
         row_sum = _row_sum(p_words + 2 * n_parts + i_n * PARTS, PARTS, PADDED) / z_sum
         scale = tl.load(p_scale + i_n.to(tl.int64) * stride_scale, mask=counted, other=0.0)
-        scale = scale * ((1.0 - BETA) * _LN2 / TEMPERATURE) / z_sum
-        b_dz = _words((b_al * scale - row_sum * scale) * b_el, (b_ah * scale - row_sum * scale) * b_eh, BF16, FAST)
+        scale = scale * ((BETA - 1.0) * _LN2 / TEMPERATURE) / z_sum
+        b_dz = _words((b_cl - row_sum) * scale * b_pl, (b_ch - row_sum) * scale * b_ph, BF16, FAST)
         tl.store(p_dz + i_n.to(tl.int64) * stride_dz + o_v, b_dz, mask=o_v < V)
