@@ -37,6 +37,7 @@ from strata_kernels import (
     swiglu_packed,
 )
 from strata_kernels.ops.float8.linear import float8_frozen_linear, float8_linear, quantize_weight
+from strata_kernels.ops.lora.seeded_dropout import seeded_dropout
 from tests.kernels.helpers.operators import OPERATORS
 
 ROWS = 6
@@ -183,6 +184,7 @@ def test_every_operator_has_an_example() -> None:
             tensors = list(operator.inputs().values())
             operator.differentiate(operator.ours, tensors, [torch.ones(shape) for shape in operator.results])
         multiply_in_float8()
+        seeded_dropout(torch.ones(4), torch.ones(1, dtype=torch.int64), 0.5)
     registered = {name.split("::")[1].split(".")[0] for name in registered_names()}
     # Activations find largest magnitudes only where no mode looks on: `test_float8.py` tests these.
     assert {name for name in registered if not name.endswith("_and_largest")} == set(watch.seen)

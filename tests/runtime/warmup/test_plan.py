@@ -99,9 +99,13 @@ def test_the_plan_has_what_an_evaluation_launches(folder):
     assert {dict(kernel.arguments)["GRADIENT"] for kernel in both - training} == {False}
 
 
-def test_an_adapters_plan_is_that_of_trained_linear_layers(folder):
-    plan = kernels(plan_kernels(spec(folder, adapter={"type": "lora"})))
-    assert plan == from_config(folder, adapter=True) != from_config(folder)
+def test_an_adapters_plan_is_that_of_trained_linear_layers_and_of_its_own_kernels(folder):
+    plan, trained = kernels(plan_kernels(spec(folder, adapter={"type": "lora"}))), from_config(folder, adapter=True)
+    own = {"add_low_rank_kernel", "adapted_gate_fwd_kernel", "adapted_gate_bwd_kernel"}
+    assert {item.name for item in plan - trained} == own
+    # The activation is fused with the adapters.
+    assert {item.name for item in trained - plan} == {"activation_fwd_kernel", "activation_bwd_kernel"}
+    assert trained != from_config(folder)
 
 
 def test_the_dtype_is_that_of_the_run(folder):
