@@ -41,7 +41,9 @@ class AdamW8bit(TypedStateOptimizer):
     """
 
     steps_on_any_stream = False
-    """On a stream of their own, steps of a mixture of 48 layers took longer: 746 ms with the passes, not 553."""
+    """A build whose steps had a stream of their own was slower. It differed in other things too, so the stream may not
+    be the cause: `docs/benchmarks/large-models.md`.
+    """
 
     def __init__(
         self,

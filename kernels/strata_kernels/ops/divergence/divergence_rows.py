@@ -18,7 +18,6 @@ from .divergence_reference import (
     reference_gradient,
     reference_label_gradient,
 )
-from .jsd_kernel import jsd_kernel
 from .whole_row_kernels import cosine_kernel, tvd_probabilities_kernel
 
 _KINDS = {"forward_kl": FORWARD_KL, "reverse_kl": REVERSE_KL, "jsd": JSD, "tvd": TVD}
@@ -56,9 +55,6 @@ _TILES = (
     Tile(itemsize=2, block=4096, warps=4, registers=128, distance_per_sm=4),
     Tile(itemsize=4, block=4096, warps=8, registers=80, distance_per_sm=4),
 )
-# Of `jsd_kernel`. Four programs run on a multiprocessor: 48 parts are as many as 12 of them run.
-_JSD_TILE = Tile(itemsize=2, block=4096, warps=4, registers=128, distance_per_sm=6)
-_JSD_PARTS = 48
 
 
 class Labels(NamedTuple):
@@ -117,9 +113,6 @@ def _launch(
     z: Tensor, t: Tensor, target: Tensor, scale: Tensor | None, loss: Tensor, form: Form, dz: Tensor | None,
     labels: Labels | None,
 ) -> None:  # fmt: skip
-    if labels is None and _takes_jsd_kernel(z, t, form, dz):
-        _launch_jsd(z, t, target, scale, loss, form, dz)
-        return
     n_rows, vocabulary = z.shape
     tile = next(tile for tile in _TILES if max(z.itemsize, t.itemsize) <= tile.itemsize)
     block = min(max(triton.next_power_of_2(vocabulary), 128), tile.block)
@@ -144,45 +137,6 @@ def _launch(
         # The interpreter knows no assembly.
         NARROW=narrow, FAST=narrow and z.device.type != "cpu",
         PARTS=parts, PADDED=triton.next_power_of_2(parts), BLOCK=block,
-        num_warps=max(tile.warps * block // tile.block, 1), maxnreg=tile.registers,
-    )  # fmt: skip
-    torch.sum(partial, 1, out=loss)
-
-
-def _takes_jsd_kernel(z: Tensor, t: Tensor, form: Form, dz: Tensor | None) -> bool:
-    """Whether the rows are as `jsd_kernel` takes them: words of two logits in 16 bits, whose slope needs no logit."""
-    if form.divergence != "jsd" or form.normalized or form.softcap or form.teacher_softcap:
-        return False
-    given = [x for x in (z, t, dz) if x is not None]
-    if z.itemsize != 2 or t.dtype != z.dtype or any(n % 2 for x in given for n in (*x.shape[1:], x.stride(0))):
-        return False
-    # The interpreter runs one program after the other: there none may wait for a later one.
-    parts = triton.cdiv(z.shape[1], _JSD_TILE.block)
-    return all(x.storage_offset() % 2 == 0 for x in given) and parts <= (1 if z.device.type == "cpu" else _JSD_PARTS)
-
-
-def _launch_jsd(
-    z: Tensor, t: Tensor, target: Tensor, scale: Tensor | None, loss: Tensor, form: Form, dz: Tensor | None
-) -> None:
-    (n_rows, vocabulary), tile = z.shape, _JSD_TILE
-    block = min(max(triton.next_power_of_2(vocabulary), 256), tile.block)
-    parts = triton.cdiv(vocabulary, block)
-    n_parts = n_rows * parts
-    if 3 * n_parts >= 2**31:
-        raise ValueError(f"{n_rows} rows of logits are too many for an index in 32 bits: split them")
-    distance = min(n_parts, parts + tile.distance_per_sm * multiprocessors(z.device))
-    partial = loss.new_empty(n_rows, parts)
-    words = [None if x is None else x.view(torch.int32) for x in (z, t, dz)]
-    launch(
-        jsd_kernel, (n_parts + distance,),
-        *words, target, scale, partial, z.new_zeros(3 * n_parts, dtype=torch.int64),
-        n_parts, distance, *(0 if x is None else x.stride(0) for x in words), 0 if scale is None else scale.stride(0),
-        form.ignore_index,
-        V=vocabulary // 2, BETA=form.beta, TEMPERATURE=form.temperature,
-        GRADIENT=dz is not None, BF16=z.dtype == torch.bfloat16,
-        # The interpreter knows no assembly.
-        FAST=z.device.type != "cpu",
-        PARTS=parts, PADDED=triton.next_power_of_2(parts), BLOCK=block // 2,
         num_warps=max(tile.warps * block // tile.block, 1), maxnreg=tile.registers,
     )  # fmt: skip
     torch.sum(partial, 1, out=loss)
