@@ -200,15 +200,18 @@ def _in_queue(workload: Object, workloads: Iterable[Object]) -> RunStatus:
 
 def is_hopeless(workload: Object) -> bool:
     """Whether a waiting workload can never be admitted: no flavor's whole quota is large enough, as Kueue says, or it
-    is deactivated, as Kueue does with one that held its machines for too long.
+    is over its time.
     """
     message = (condition_of(workload, "QuotaReserved") or {}).get("message", "")
-    return _is_waiting(workload) and (is_deactivated(workload) or (_NEVER in message and _LATER not in message))
+    return _is_waiting(workload) and (is_over_time(workload) or (_NEVER in message and _LATER not in message))
 
 
-def is_deactivated(workload: Object) -> bool:
-    """Whether Kueue or somebody has taken a workload out of its queue."""
-    return workload["spec"].get("active") is False
+def is_over_time(workload: Object) -> bool:
+    """Whether Kueue has taken a workload out of its queue because it held its machines for too long. One that somebody
+    has taken out is not meant.
+    """
+    message = (condition_of(workload, "Evicted") or {}).get("message", "")
+    return workload["spec"].get("active") is False and "maximum execution time" in message
 
 
 def waits_since(workload: Object) -> datetime:

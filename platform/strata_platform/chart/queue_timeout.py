@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from strata_platform.backends.api_errors import translated_errors
 from strata_platform.backends.flyte_admin import FlyteAdmin
 from strata_platform.backends.flyte_config import FlyteConfig
-from strata_platform.backends.kubernetes_objects import Namespace, condition_of, is_deactivated
+from strata_platform.backends.kubernetes_objects import Namespace, condition_of, is_over_time
 from strata_platform.chart.value_fields import duration
 from strata_platform.errors import BackendError, StrataError
 from strata_platform.kubernetes_api import Object
@@ -77,7 +77,7 @@ def end_hopeless_runs(settings: Settings, now: datetime) -> Iterator[str]:
 def _cause(workload: Object) -> str:
     """Why a run waits for ever, and the way out."""
     queue = workload["spec"].get("queueName")
-    if is_deactivated(workload):
+    if is_over_time(workload):
         why = (condition_of(workload, "Evicted") or {}).get("message", "")
         return f"Kueue has taken the run out of queue {queue} ({why}); raise resources.time_limit; it has waited"
     why = (condition_of(workload, "QuotaReserved") or {}).get("message", "")

@@ -28,6 +28,8 @@ from strata_platform.kubernetes_api import Access, ApiError, KubernetesApi, Obje
 from strata_platform.run_layout import RunLayout
 
 VARIABLE = "STRATA_RETENTION"
+# The end of a folder's name while it is removed.
+_REMOVED = ".removed-by-retention"
 # A lease that was renewed so recently may belong to a machine whose lock this file system does not show.
 _LEASE = timedelta(minutes=5)
 
@@ -82,16 +84,34 @@ class Retention:
         """Checkpoints of complete runs, and folders of runs."""
         checkpoints, runs = duration(self._settings.checkpoints), duration(self._settings.runs)
         for root in self._settings.folders if checkpoints or runs else ():
+            for level in range(self._settings.depth + 1):
+                for left in sorted(Path(root).glob("*/" * level + f".*{_REMOVED}")):
+                    if left.resolve().parent != left.parent.absolute():
+                        continue  # Behind a link.
+                    yield from self._remove(f"{left}, of a removal that was interrupted", partial(shutil.rmtree, left))
             for folder in run_folders(Path(root), self._settings.depth):
                 run = RunLayout(folder)
-                changed = _last_change(folder)
-                if changed is None or self._is_leased(folder):
+                try:
+                    changed, removed = self._removed_of(run, checkpoints, runs)
+                    if removed is not None:
+                        yield from self._remove_folder(run, removed, changed)
+                except FileNotFoundError:
+                    # A run that is writing: it is not old.
                     continue
-                old = self._now - changed
-                if runs is not None and old >= runs:
-                    yield from self._remove_folder(run, folder, changed)
-                elif checkpoints is not None and old >= checkpoints and run.checkpoints.is_dir() and _is_complete(run):
-                    yield from self._remove_folder(run, run.checkpoints, changed)
+
+    def _removed_of(
+        self, run: RunLayout, checkpoints: timedelta | None, runs: timedelta | None
+    ) -> tuple[datetime, Path | None]:
+        """When a run's folder was last changed, and what of it is old: the folder, its checkpoints, or nothing."""
+        changed = _last_change(run.root)
+        if changed is None or self._is_leased(run.root):
+            return self._now, None
+        old = self._now - changed
+        if runs is not None and old >= runs:
+            return changed, run.root
+        if checkpoints is not None and old >= checkpoints and run.checkpoints.is_dir() and _is_complete(run):
+            return changed, run.checkpoints
+        return changed, None
 
     def _is_leased(self, folder: Path) -> bool:
         files = sorted((folder / ".lease").glob("lease-*.json"))
@@ -108,8 +128,10 @@ class Retention:
 
         def remove() -> None:
             with _locked(run.lock_file):
+                if _last_change(run.root) != changed or self._is_leased(run.root):
+                    raise BlockingIOError
                 # Out of the way in one step: a start finds all of it or none.
-                gone = folder.with_name(f".{folder.name}.removed")
+                gone = folder.with_name(f".{folder.name}{_REMOVED}")
                 folder.rename(gone)
                 shutil.rmtree(gone)
 
@@ -146,8 +168,11 @@ def run_folders(root: Path, depth: int) -> Iterator[Path]:
 
 
 def _last_change(folder: Path) -> datetime | None:
-    """When any file of a folder was written last; None without files."""
-    times = [file.lstat().st_mtime for file in folder.rglob("*") if not file.is_dir()]
+    """When any file of a folder but its lock was written last; None without files. Raises FileNotFoundError if one
+    goes meanwhile.
+    """
+    lock = RunLayout(folder).lock_file
+    times = [file.lstat().st_mtime for file in folder.rglob("*") if not file.is_dir() and file != lock]
     return datetime.fromtimestamp(max(times), UTC) if times else None
 
 

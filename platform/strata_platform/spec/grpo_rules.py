@@ -12,8 +12,7 @@ from strata_platform.spec.problems import Contradiction
 
 if TYPE_CHECKING:
     from strata_platform.spec.data import Data, Reading
-    from strata_platform.spec.faults import Faults
-    from strata_platform.spec.run_spec import Adapter, Checkpoint, RunSpec
+    from strata_platform.spec.run_spec import Adapter, RunSpec
 
 _PROMPT_FORMATS = ("prompt", "prompt_chat")
 # Tokens of the shortest row that data has.
@@ -46,7 +45,7 @@ def grpo_rules(spec: RunSpec) -> Iterator[Contradiction]:
     )
     yield from _loss(objective)
     yield from _reference(spec.adapter, objective)
-    yield from _resume(spec.checkpoint, spec.faults, objective)
+    yield from _resume(spec, objective)
 
 
 def _format(kind: str, source: Reading, path: str) -> Iterator[Contradiction]:
@@ -168,8 +167,9 @@ def _reference(adapter: Adapter, objective: Grpo) -> Iterator[Contradiction]:
     )
 
 
-def _resume(checkpoint: Checkpoint, faults: Faults, objective: Grpo) -> Iterator[Contradiction]:
+def _resume(spec: RunSpec, objective: Grpo) -> Iterator[Contradiction]:
     """A run that resumes between steps that share answers, or their weights, would generate others."""
+    checkpoint, faults = spec.checkpoint, spec.faults
     count, ahead = objective.num_iterations, objective.generate_ahead
     yield Contradiction(
         count > 1 and checkpoint.every % count != 0,
@@ -194,6 +194,7 @@ def _resume(checkpoint: Checkpoint, faults: Faults, objective: Grpo) -> Iterator
         for path, given, way_out in (
             ("checkpoint.on_sigterm", checkpoint.on_sigterm == "save", "set it to 'stop'"),
             ("checkpoint.keep_best", checkpoint.keep_best, "set it to false"),
+            ("resources.time_limit", spec.resources.time_limit is not None, "leave it out"),
         )
     )
     yield from (

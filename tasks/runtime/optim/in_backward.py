@@ -123,7 +123,12 @@ class _Steps:
             optimizer.param_groups = groups
         if squared is not None:
             # Only now: optimizers take a parameter that has a state for one that they have stepped before.
-            optimizer.state[parameter][SQUARED_NORM] = squared
+            state = optimizer.state[parameter]
+            if SQUARED_NORM in state:
+                # In place: memory that was allocated for another stream, as in a resume, must not be freed meanwhile.
+                state[SQUARED_NORM].copy_(squared)
+            else:
+                state[SQUARED_NORM] = squared
 
     def _sum_before(self) -> Tensor:
         """Σ |g|² of the step before, in an order that a resumed run repeats."""

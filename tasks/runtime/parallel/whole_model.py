@@ -68,4 +68,9 @@ def _on_meta(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedMod
         )
         for parameter in model.parameters()
     }
-    return deepcopy(model, made)
+    copied = deepcopy(model, made)
+    for module in copied.modules():
+        # Recomputation and `torch.compile` replace a layer's forward pass by a function, which is still that of the
+        # original's layer. Generation needs neither.
+        vars(module).pop("forward", None)
+    return copied

@@ -10,6 +10,7 @@ import json
 import math
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from importlib import import_module
@@ -19,8 +20,8 @@ from typing import Any
 GIVEN = ("prompts", "completions", "completion_ids")
 """What a function is called with beside columns."""
 _DIE_WITH_PARENT = 1
-# To find the answer that a function raised an error for. Functions have a second at least.
-_SEARCH_SECONDS = 0.5
+# Of a call, to find the answer that a function raised an error for. Functions have a second at least.
+_SEARCH_UNTIL = 0.5
 
 
 def load(name: str) -> Callable[..., Any]:
@@ -71,7 +72,12 @@ def call(function: Callable[..., Any], values: dict[str, Any], arguments: dict[s
 
 
 def culprit(
-    function: Callable[..., Any], values: dict[str, Any], arguments: dict[str, Any], count: int, error: Exception
+    function: Callable[..., Any],
+    values: dict[str, Any],
+    arguments: dict[str, Any],
+    count: int,
+    error: Exception,
+    seconds: float,
 ) -> int | None:
     """The first answer for which alone the function raises the same kind of error; None if a short search finds none.
 
@@ -81,8 +87,10 @@ def culprit(
     def stop(*_: Any) -> None:
         raise _Over
 
+    if seconds <= 0:
+        return None
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, _SEARCH_SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         for index in range(count):
             try:
@@ -131,10 +139,12 @@ def main() -> None:
         values = {
             name: given[name] for name in given if (takes["all"] or name in takes["names"]) and name not in arguments
         }
+        began = time.monotonic()
         try:
             return {"rewards": call(function, values, arguments, count)}
         except Exception as error:
-            row = 0 if count == 1 else culprit(function, values, arguments, count, error)
+            left = _SEARCH_UNTIL - (time.monotonic() - began)
+            row = 0 if count == 1 else culprit(function, values, arguments, count, error, left)
             return {"outcome": "error", "row": row, "error": said(error)}
 
     while True:

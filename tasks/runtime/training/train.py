@@ -410,7 +410,8 @@ def _find_resume_point(run: Session, data: PreparedData, steps: int) -> tuple[Pa
         if record.status == "complete":
             raise ValueError(
                 f"{run.folder.record} says that all {record.steps} steps are done, and {run.folder.checkpoints} has "
-                f"no complete checkpoint; restore it, choose another name, or remove {run.folder.root} to train again"
+                "no complete checkpoint; restore it (the chart's `retention.checkpoints` removes old ones), choose "
+                f"another name, or remove {run.folder.root}, its exported model included, to train again"
             )
     if not latest and run.folder.has_progress:
         log.warning("%s has recorded steps but no complete checkpoint: the run starts again", run.folder.root)

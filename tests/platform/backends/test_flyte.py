@@ -134,11 +134,16 @@ def test_a_run_that_kueue_has_taken_out_of_its_queue_is_ended(client, admin, kub
     evicted = {"status": "True", "reason": "Deactivated", "message": "exceeding the maximum execution time"}
     inactive = workload("slow", QuotaReserved=lost, Evicted=evicted)
     inactive["spec"]["active"] = False
-    kubernetes.content["workloads"] = (200, [inactive])
+    paused = workload("slow", QuotaReserved=lost, Evicted=evicted | {"message": "The workload is deactivated"})
+    paused["spec"]["active"] = False
+    kubernetes.content["workloads"] = (200, [paused])
     monkeypatch.setenv("FLYTE_PLATFORM_URL", client.backend._config.endpoint)
     monkeypatch.setenv("FLYTE_PLATFORM_INSECURE", "true")
     tenant = {"namespace": "flytesnacks-development", "project": "flytesnacks", "domain": "development"}
     settings = queue_timeout.Settings.model_validate({"after": "2h", "tenants": [tenant]})
+    # Somebody else has: it goes on when they say so.
+    assert not list(queue_timeout.end_hopeless_runs(settings, datetime(2026, 11, 22, 3, tzinfo=UTC)))
+    kubernetes.content["workloads"] = (200, [inactive])
     (said,) = queue_timeout.end_hopeless_runs(settings, datetime(2026, 11, 22, 3, tzinfo=UTC))
     assert "exceeding the maximum execution time" in said and "raise resources.time_limit" in said
     assert client.get("slow").phase is Phase.ABORTED
@@ -535,19 +540,28 @@ def test_list_and_get_agree_on_what_waits(client, admin, kubernetes, caplog):
 def test_costs_come_from_the_records_and_the_price_list_of_the_cluster(
     client, admin, kubernetes, tmp_path, monkeypatch
 ):
-    """A run counts once, by its newest execution; one that failed has no record."""
+    """A run counts once, by its newest execution; one that failed has no record, nor has another workflow's, one of
+    several runs, or one that the store has removed.
+    """
     record = {"device": "NVIDIA H200", "seconds": 1800.0, "world_size": 4}
     (tmp_path / "record.json").write_text(json.dumps(record))
     states = {"run": "SUCCEEDED", "run-x2": "SUCCEEDED", "bad": "FAILED"}
     for name, state in states.items():
         admin.add(name, getattr(core_pb2.WorkflowExecution, state), name.removesuffix("-x2"), owner="ada")
         admin.outputs[name] = {kind: f"file://{tmp_path}/record.json" for kind in ("model", "report", "record")}
+    for name, outputs in {
+        "foreign": {"answer": "file:///x"},
+        "stages": admin.outputs["run"] | {"table": "file:///x"},
+        "removed": {kind: f"file://{tmp_path}/gone.json" for kind in ("model", "report", "record")},
+    }.items():
+        admin.add(name, core_pb2.WorkflowExecution.SUCCEEDED, owner="ada")
+        admin.outputs[name] = outputs
     kubernetes.content["configmaps"]["strata-prices"] = (200, {"prices.yaml": "currency: USD\ngpus: {h200: 3}"})
     monkeypatch.setenv("FLYTECTL_CONFIG", str(tmp_path / "flyte.yaml"))
     done = CliRunner().invoke(app, ["costs", "--backend", "flyte", "--days", "100000"])
     assert done.exit_code == 0, done.output
     assert done.stdout.splitlines()[1].split() == [
-        "flytesnacks/development", "ada", "2", "1", "2.00", "0.00", "6.00", "USD",
+        "flytesnacks/development", "ada", "5", "4", "2.00", "0.00", "6.00", "USD",
     ]  # fmt: skip
 
 

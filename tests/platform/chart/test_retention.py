@@ -3,10 +3,12 @@
 import fcntl
 import json
 import os
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from strata_platform.chart import retention as retention_module
 from strata_platform.chart.retention import Retention, Settings
 from strata_platform.kubernetes_api import ApiError
 
@@ -88,6 +90,46 @@ def test_a_run_that_has_just_released_its_lease_is_as_old_as_its_files(tmp_path)
     (said,), _ = folders(tmp_path, checkpoints="5s")
     assert said.startswith(f"removed {released / 'checkpoints'}")
     assert folders(tmp_path, runs="1h") == ([], [])
+
+
+def test_a_run_that_starts_after_it_was_found_old_is_left_alone(tmp_path, monkeypatch):
+    old = run(tmp_path, "old", 91)
+    locked = retention_module._locked
+
+    @contextmanager
+    def starts(path):
+        (old / "attempts.jsonl").write_text("another")
+        with locked(path):
+            yield
+
+    monkeypatch.setattr(retention_module, "_locked", starts)
+    (said,), failed = folders(tmp_path, runs="90d")
+    assert said.startswith("in use, so kept") and not failed and (old / "checkpoints").is_dir()
+
+
+def test_what_an_interrupted_removal_left_goes_with_the_next_one(tmp_path):
+    done = run(tmp_path, "done", 91)
+    left = [tmp_path / ".gone.removed-by-retention", done / ".checkpoints.removed-by-retention"]
+    for folder in left:
+        (folder / "step-10").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path)
+    said, failed = folders(tmp_path, checkpoints="90d")
+    assert len(said) == 3 and not failed
+    assert not any(folder.exists() for folder in left) and not (done / "checkpoints").exists()
+
+
+def test_a_run_that_rotates_its_files_is_left_alone(tmp_path, monkeypatch):
+    first, second = run(tmp_path, "first", 91), run(tmp_path, "second", 91)
+
+    def last_change(folder):
+        if folder == first:
+            raise FileNotFoundError(folder / "checkpoints/step-10")
+        return last(folder)
+
+    last = retention_module._last_change
+    monkeypatch.setattr(retention_module, "_last_change", last_change)
+    (said,), failed = folders(tmp_path, runs="90d")
+    assert said.startswith(f"removed {second}") and first.is_dir() and not failed
 
 
 def test_links_are_not_followed_out_of_the_folder(tmp_path):

@@ -53,6 +53,7 @@ CONTRADICTIONS = [
     ({"num_iterations": 4}, {}, "checkpoint.every", "not a multiple of objective.num_iterations 4"),
     ({"num_iterations": 2}, {"checkpoint": {"on_sigterm": "save"}}, "checkpoint.on_sigterm", "would generate others"),
     (AHEAD | {"num_iterations": 2}, {}, "objective.generate_ahead", "older than one step anyway"),
+    (AHEAD, {"resources": {"time_limit": 60}}, "resources.time_limit", "leave it out, or set objective.generate_ahead"),
     (AHEAD, {"checkpoint": {"on_sigterm": "save"}}, "checkpoint.on_sigterm", "set objective.generate_ahead to false"),
     (AHEAD, {"faults": {"spike": "rollback"}}, "faults.spike", "skips data whose answers are there"),
     ({}, {"training": {"neftune_noise_alpha": 5}}, "training.neftune_noise_alpha", "puts noise"),
