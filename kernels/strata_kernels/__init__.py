@@ -34,6 +34,7 @@ from .ops.linear_divergence.linear_jsd import linear_cosine_distance, linear_jsd
 from .ops.linear_divergence.linear_topk import linear_topk_kl_div
 from .ops.linear_preference.linear_pairs import linear_kto, linear_preference
 from .ops.linear_preference.linear_policy import linear_grpo
+from .ops.lora import gated_layer as _gated_layer  # noqa: F401  # As of FP8.
 from .ops.norm.layer_norm import layer_norm
 from .ops.norm.modulated_norm import modulated_layer_norm, modulated_rms_norm
 from .ops.norm.rms_norm import add_rms_norm, rms_norm

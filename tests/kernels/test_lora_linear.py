@@ -146,7 +146,8 @@ def test_a_result_that_nothing_uses_and_an_input_without_gradient(device, poison
         x @ w.t() + SCALE * x @ a.t() @ b.t() for w, a, b in zip(weights, copies[::2], copies[1::2], strict=True)
     ]
     (expected[0].sum() + expected[2].square().sum()).backward()
-    assert leaves[3].grad is None and not leaves[2].grad.any()
+    # With gradients of zeros, weight decay would move them.
+    assert leaves[2].grad is None and leaves[3].grad is None
     for i in (0, 1, 4, 5):
         torch.testing.assert_close(leaves[i].grad, copies[i].grad)
 

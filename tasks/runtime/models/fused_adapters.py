@@ -93,8 +93,19 @@ def _fused(cls: Any) -> Any:
         y: Tensor = self(x)
         return y
 
+    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+        # A pickle would find the original class by its module and name.
+        state: Any = object.__reduce_ex__(self, protocol)
+        return _new_fused, (cls,), *state[2:]
+
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls)(cls.__name__, (cls,), {"forward": forward, "project_activation": project_activation, **names})
+    added = {"forward": forward, "project_activation": project_activation, "__reduce_ex__": reduce}
+    return type(cls)(cls.__name__, (cls,), added | names)
+
+
+def _new_fused(cls: Any) -> Any:
+    fused = _fused(cls)
+    return fused.__new__(fused)
 
 
 @cache
@@ -108,9 +119,20 @@ def _fused_mlp(cls: Any, recipe: Mlp) -> Any:
             y = _compute_mlp(self, recipe, args[0])
         return original(self, *args, **kwargs) if y is None else y
 
+    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+        new, key, *state = cls.__reduce_ex__(self, protocol)
+        return _new_mlp, (recipe, new, key), *state
+
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    known = {"_strata_original": vars(cls)["_strata_original"], "__reduce_ex__": object.__reduce_ex__}
+    known = {"_strata_original": vars(cls)["_strata_original"], "__reduce_ex__": reduce}
     return type(cls)(cls.__name__, (cls,), {"forward": forward, **known, **names})
+
+
+def _new_mlp(recipe: Mlp, new: Callable[..., nn.Module], key: tuple[Any, ...]) -> nn.Module:
+    mlp = new(*key)
+    patched: Any = type(mlp)
+    mlp.__class__ = _fused_mlp(patched, recipe)
+    return mlp
 
 
 def _compute_mlp(mlp: nn.Module, recipe: Mlp, x: Tensor) -> Tensor | None:
@@ -220,7 +242,10 @@ def _frozen(base: nn.Module, dtype: torch.dtype) -> Frozen | None:
         return ExactWeight(base.weight) if _is_plain(base.weight) and base.weight.dtype == dtype else None
     if type(base) is Float8FrozenLinear:
         return Float8Weight(base.weight.view(torch.float8_e4m3fn), base.weight_inverse)
-    if getattr(getattr(base, "weight", None), "quant_state", None) is not None and base.compute_dtype == dtype:
+    quant_state = getattr(getattr(base, "weight", None), "quant_state", None)
+    # bitsandbytes repacks weights for the CPU when it computes with them itself.
+    repacked = getattr(quant_state, "packing_format_for_cpu", False)
+    if quant_state is not None and not repacked and base.compute_dtype == dtype:
         return PackedWeight(base.out_features, partial(_unpack, base))  # type: ignore[arg-type]
     return None
 

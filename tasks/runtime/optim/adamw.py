@@ -110,7 +110,8 @@ class ExactAdamW(TypedStateOptimizer):
         remainder = self._rounding.remainder_of(parameter, state, paged=self.paged)
         assert parameter.grad is not None and remainder is not None
         if self.gradient_scale is not None:
-            local(parameter.grad).mul_(self.gradient_scale.to(parameter.grad.dtype))
+            # In fp32, as `clip_gradients` scales it.
+            local(parameter.grad).mul_(self.gradient_scale)
         weight, gradient = local(parameter), local(parameter.grad)
         if gradient.stride() != weight.stride():
             gradient = torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)

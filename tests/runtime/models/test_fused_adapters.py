@@ -1,6 +1,7 @@
 """PEFT's layers as fused operators: PEFT's losses and gradients, in all forms of the frozen weight."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -84,6 +85,15 @@ def test_losses_and_gradients_are_those_of_peft(policy, calls):
     assert_close(step(model), expected, 1e-5)
     # Queries, keys and values; output; the MLP.
     assert calls == [3, 1, "mlp"] * (2 if policy == "none" else 4)
+
+
+def test_a_model_is_pickled_and_comes_back_fused(calls):
+    model = small_llama()
+    fuse_adapters(model)
+    expected = step(model)
+    del calls[:]
+    again = pickle.loads(pickle.dumps(model))
+    assert step(again)[0] == expected[0] and calls == [3, 1, "mlp"] * 2
 
 
 def test_in_bf16_they_are_no_further_from_fp64_than_peft(calls):

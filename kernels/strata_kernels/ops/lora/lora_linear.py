@@ -141,7 +141,9 @@ class Call:
             found += [None, torch.addmm(d_b, rows.t(), own_h, beta=0, alpha=layer.scale, out=d_b)]
             if needs_x:
                 layer.frozen.add_input_gradient(dy, products)
-        found[::2] = self._gradients_of_a(_rows(x), e)
+        # A layer whose result nobody reads has no gradient: one of zeros would be a step of decay.
+        of_a = self._gradients_of_a(_rows(x), e)
+        found[::2] = [None if dy is None else each for dy, each in zip(dys, of_a, strict=True)]
         return products, e, found
 
     def input_gradient(self, e: Tensor, a: Sequence[Tensor], frozen: list[Tensor]) -> Tensor:
