@@ -28,15 +28,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.kinds import kinds_of
 from benchmarks.measure import limits
-from benchmarks.training import SHAPES, Run, median_seconds, now, train_and_compare, write_documents
-from tasks.runtime.models.build import materialize
+from benchmarks.plain_llama import plain_llama, time_steps
+from benchmarks.training import SHAPES, Run, train_and_compare, write_documents
 
 LENGTH = 4096
 # Steps, and how many of the first are not timed: without recomputation, and with. In the first four the runtime finds
@@ -101,17 +99,9 @@ RUNS: dict[str, Dense | Peer] = {
 def train_peer(peer: Peer, shape: str) -> dict[str, float]:
     """Tokens per second and GiB of transformers' model."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    settings = {name: value for name, value in SHAPES[shape].items() if name != "model_type"}
-    with init_empty_weights(include_buffers=False):
-        model = LlamaForCausalLM(LlamaConfig(**settings, use_cache=False, attn_implementation="sdpa"))
-    for parameter in model.parameters():
-        parameter.data = parameter.data.bfloat16()
-    if peer.library == "liger":
-        importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama(model=model)
-    materialize(model, device)
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        parameter.data.normal_(0, 0.02) if parameter.ndim > 1 else parameter.data.fill_(1)
+    liger = peer.library == "liger"
+    patch = importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama if liger else None
+    model = plain_llama(shape, device, patch and (lambda model: patch(model=model)))
     if peer.recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     loss_of = _loss
@@ -120,26 +110,18 @@ def train_peer(peer: Peer, shape: str) -> dict[str, float]:
             layer.compile()
         loss_of = torch.compile(_loss)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    model.train()
-    tokens = torch.randint(4096, (peer.rows, LENGTH), device=device)
-    ends: list[Any] = []
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    steps, untimed = RECOMPUTED_STEPS if peer.recompute else STEPS
-    for _ in range(steps):
-        if peer.library == "liger":
+
+    def step(tokens: Tensor) -> None:
+        if liger:
             loss = model(input_ids=tokens, labels=tokens).loss
         else:
             loss = loss_of(model.model(input_ids=tokens).last_hidden_state, model.lm_head.weight, tokens)
         loss.backward()
-        del loss
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        ends.append(now(device.type == "cuda"))
-    seconds = median_seconds(ends, untimed)
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    return {"tokens/s/GPU": peer.rows * LENGTH / seconds, "GiB": peak / 2**30}
+
+    return time_steps(step, peer.rows, LENGTH, *(RECOMPUTED_STEPS if peer.recompute else STEPS), device)
 
 
 def _loss(hidden: Tensor, head: Tensor, tokens: Tensor) -> Tensor:

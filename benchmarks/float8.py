@@ -14,19 +14,16 @@ import argparse
 import gc
 import json
 import logging
-import statistics
-import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import Tensor
 
-from benchmarks.training import SHAPES, Run, train_and_compare, write_documents
-from tasks.runtime.models.build import materialize
+from benchmarks.plain_llama import plain_llama, time_steps
+from benchmarks.training import Run, train_and_compare, write_documents
 
 ROWS, LENGTH, STEPS, UNTIMED = 2, 4096, 8, 3
 _NO_CLIPPING = {"optimizer.max_grad_norm": 0, "optimizer.in_backward": True}
@@ -57,15 +54,7 @@ def torchao(recipe: str) -> dict[str, float]:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    settings = {name: value for name, value in SHAPES["8b"].items() if name != "model_type"}
-    with init_empty_weights(include_buffers=False):
-        model = LlamaForCausalLM(LlamaConfig(**settings, use_cache=False, attn_implementation="sdpa"))
-    for parameter in model.parameters():
-        parameter.data = parameter.data.bfloat16()
-    materialize(model, device)
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        parameter.data.normal_(0, 0.02) if parameter.ndim > 1 else parameter.data.fill_(1)
+    model = plain_llama("8b", device)
     config = Float8LinearConfig.from_recipe_name(recipe)
     convert_to_float8_training(
         model,
@@ -76,21 +65,13 @@ def torchao(recipe: str) -> dict[str, float]:
         for layer in model.model.layers:
             layer.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    model.train()
-    tokens = torch.randint(4096, (ROWS, LENGTH), device=device)
-    ends = []
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    for _ in range(STEPS):
+
+    def step(tokens: Tensor) -> None:
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        # Waits for the GPU.
-        float(next(model.parameters()).flatten()[0])
-        ends.append(time.perf_counter())
-    seconds = statistics.median(b - a for a, b in zip(ends[UNTIMED - 1 :], ends[UNTIMED:], strict=False))
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    return {"tokens/s/GPU": ROWS * LENGTH / seconds, "GiB": peak / 2**30}
+
+    return time_steps(step, ROWS, LENGTH, STEPS, UNTIMED, device)
 
 
 def main() -> None:

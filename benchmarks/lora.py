@@ -16,19 +16,16 @@ import importlib
 import importlib.util
 import json
 import logging
-import statistics
-import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import Tensor
 
-from benchmarks.training import SHAPES, Run, train_and_compare, write_documents
-from tasks.runtime.models.build import materialize
+from benchmarks.plain_llama import plain_llama, time_steps
+from benchmarks.training import Run, train_and_compare, write_documents
 
 ROWS, LENGTH, STEPS, UNTIMED = 2, 4096, 8, 3
 _LORA = {"adapter.type": "lora", "tracking.log_every": 10}
@@ -51,15 +48,7 @@ def peer(name: str) -> dict[str, float]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.endswith("Liger"):
         importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama()
-    settings = {name: value for name, value in SHAPES["8b"].items() if name != "model_type"}
-    with init_empty_weights(include_buffers=False):
-        model = LlamaForCausalLM(LlamaConfig(**settings, use_cache=False, attn_implementation="sdpa"))
-    for parameter in model.parameters():
-        parameter.data = parameter.data.bfloat16()
-    materialize(model, device)
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        parameter.data.normal_(0, 0.02) if parameter.ndim > 1 else parameter.data.fill_(1)
+    model = plain_llama("8b", device)
     layers = model.model.layers
     targets = [path.rpartition(".")[2] for path, module in layers[0].named_modules() if type(module) is torch.nn.Linear]
     # It would keep adapters in fp32, which takes longer.
@@ -70,21 +59,14 @@ def peer(name: str) -> dict[str, float]:
     trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     adapted.train()
-    tokens = torch.randint(4096, (ROWS, LENGTH), device=device)
-    ends = []
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    for _ in range(STEPS):
+
+    def step(tokens: Tensor) -> None:
         adapted(input_ids=tokens, labels=tokens).loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        # Waits for the GPU.
-        float(trained[0].detach().flatten()[0])
-        ends.append(time.perf_counter())
-    seconds = statistics.median(b - a for a, b in zip(ends[UNTIMED - 1 :], ends[UNTIMED:], strict=False))
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    return {"tokens/s/GPU": ROWS * LENGTH / seconds, "GiB": peak / 2**30}
+
+    return time_steps(step, ROWS, LENGTH, STEPS, UNTIMED, device)
 
 
 def main() -> None:

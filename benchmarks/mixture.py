@@ -18,21 +18,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.training import SHAPES
 from strata_kernels import patch_model
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "tie_word_embeddings": False,
-}
 LENGTH, STEPS, UNTIMED = 4096, 7, 2
 
 
@@ -67,7 +55,7 @@ class Measured:
 def build(run: Run, shape: dict[str, Any], device: torch.device) -> Any:
     """The model, in training mode; its experts are transformers' `grouped_mm` where no kernel computes them."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model("qwen3_moe", **shape, use_cache=False)
+    config = AutoConfig.for_model(**shape, use_cache=False)
     with device:
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation="sdpa", experts_implementation="grouped_mm"
@@ -120,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {given.layers} layers, {given.rows} x {LENGTH}")
     for run in (each for each in RUNS if given.only in each.name):
         try:
-            found = measure(run, {**SHAPE, "num_hidden_layers": given.layers}, given.rows, LENGTH, device)
+            found = measure(run, {**SHAPES["30b-a3b"], "num_hidden_layers": given.layers}, given.rows, LENGTH, device)
             losses = " to ".join(f"{loss:.4f}" for loss in found.losses)
             print(
                 f"{run.name:34}{found.tokens_per_second:10,.0f} tokens/s{found.gib:7.1f} GiB  loss {losses}", flush=True

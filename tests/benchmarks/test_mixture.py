@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from benchmarks.mixture import RUNS, SHAPE, measure
+from benchmarks.mixture import RUNS, measure
+from benchmarks.training import SHAPES
 
-SMALL = {**SHAPE, "vocab_size": 64, "hidden_size": 32, "moe_intermediate_size": 16, "num_attention_heads": 2,
-         "num_key_value_heads": 1, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+SMALL = {**SHAPES["30b-a3b"], "vocab_size": 64, "hidden_size": 32, "moe_intermediate_size": 16,
+         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
          "num_hidden_layers": 1}  # fmt: skip
 
 

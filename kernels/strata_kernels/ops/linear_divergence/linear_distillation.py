@@ -18,19 +18,13 @@ from .._launch import accumulator
 from .._operator import is_transformed, operator
 from ..cross_entropy.row_statistics import Options
 from ..divergence.divergence_reference import Divergence, Form, reference_divergence
-from ..divergence.given_logits import of_beta, row_divisor
+from ..divergence.given_logits import of_beta
 from ..head.head_arguments import (
     Accumulate,
-    autocast,
-    check_dtypes,
     check_head,
-    kept_rows,
-    logits_bytes,
-    nan_beyond,
-    wanted_gradients,
 )
 from ..head.head_pass import Wanted
-from .linear_jsd import TeacherOptions, check_teacher
+from .linear_jsd import CountedRows, TeacherOptions, check_teacher
 from .row_divergences import PassSettings, Scales, Teacher, distillation_and_gradients
 from .summed_divergence import SummedDivergence
 
@@ -150,37 +144,20 @@ def linear_distillation(
     both = min(weight.shape[0], teacher_weight.shape[0])
     teacher = Teacher(teacher_x, teacher_weight[:both], None if teacher_bias is None else teacher_bias[:both])
     check_teacher(x, weight[:both], None if bias is None else bias[:both], target, teacher, options)
-    x, weight, bias = autocast(x, weight, bias)
-    teacher = Teacher(*autocast(*teacher))
-    check_dtypes(x, weight, bias)
-    check_dtypes(*teacher, prefix="teacher_")
-    if teacher.x.dtype != x.dtype:
-        raise ValueError(f"teacher_x is {teacher.x.dtype} and x is {x.dtype}: cast one of them")
-
-    labels, rows, teacher_rows = target.reshape(-1).contiguous(), x.flatten(0, -2), teacher.x.flatten(0, -2)
-    divisor = row_divisor(labels, ignore_index, "mean", num_items, accumulator(x.dtype))
-    kept = kept_rows(labels, ignore_index, max_targets)
-    factor: Tensor | float = 1.0
-    if kept is not None:
-        factor = nan_beyond(labels, ignore_index, kept.shape[0])
-        rows, teacher_rows, labels = rows.index_select(0, kept), teacher_rows.index_select(0, kept), labels[kept]
+    rows = CountedRows.of(x, weight, bias, target, teacher, options)
     softcaps = softcap or 0.0, teacher_softcap or 0.0
     if is_transformed():
-        z, t = functional.linear(rows, weight, bias), functional.linear(teacher_rows, *teacher[1:])
+        z, t = rows.logits()
         form = Form(*options[:3], *softcaps, ignore_index=ignore_index)
-        wide = z.to(accumulator(x.dtype))
+        wide = z.to(accumulator(z.dtype))
         wide = softcap * torch.tanh(wide / softcap) if softcap else wide
-        entropy = functional.cross_entropy(wide, labels, ignore_index=ignore_index, reduction="sum")
-        parts = torch.stack([entropy, reference_divergence(z[:, :both], t, labels, form).sum()]) / divisor * factor
+        entropy = functional.cross_entropy(wide, rows.labels, ignore_index=ignore_index, reduction="sum")
+        divergence = reference_divergence(z[:, :both], t, rows.labels, form).sum()
+        parts = rows.bounded(torch.stack([entropy, divergence]) / rows.divisor)
         return DistillationTerms(label_weight * parts[0] + divergence_weight * parts[1], *parts.detach())
-    # In fp16, gradients over the number of rows underflow unless the loss scale multiplies them before.
-    late = x.dtype == torch.float16
     loss, parts, *_ = _LinearDistillation.apply(
-        torch.ones_like(divisor) if late else divisor, rows, weight, bias, labels, teacher_rows, *teacher[1:],
-        *options[:3], *map(float, (*softcaps, label_weight, divergence_weight)), ignore_index,
-        logits_bytes(x, chunk_bytes, tensors=2), accumulate == "exact", *wanted_gradients(rows, weight, bias),
+        *rows.arguments(), *options[:3], *map(float, (*softcaps, label_weight, divergence_weight)), ignore_index,
+        *rows.pass_settings(options),
     )  # fmt: skip
-    if late or kept is not None:
-        factor = factor / divisor if late else factor
-        loss, parts = loss * factor, parts * factor
-    return DistillationTerms(loss, parts[0], parts[1])
+    parts = rows.finished(parts)
+    return DistillationTerms(rows.finished(loss), parts[0], parts[1])

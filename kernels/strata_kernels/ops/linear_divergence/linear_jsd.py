@@ -6,7 +6,7 @@ only multiplies by it. Formulas: see the package. The operator is `strata::linea
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -231,35 +231,83 @@ def _linear_divergence(
         # Any number but ignore_index.
         target = torch.full(x.shape[:-1], options.ignore_index + 1, device=x.device)
     check_teacher(x, weight, bias, target, teacher, options)
-    x, weight, bias = autocast(x, weight, bias)
-    teacher = Teacher(*autocast(*teacher))
-    check_dtypes(x, weight, bias)
-    check_dtypes(*teacher, prefix="teacher_")
-    if teacher.x.dtype != x.dtype:
-        raise ValueError(f"teacher_x is {teacher.x.dtype} and x is {x.dtype}: cast one of them")
-
-    labels, rows, teacher_rows = target.reshape(-1).contiguous(), x.flatten(0, -2), teacher.x.flatten(0, -2)
-    divisor = row_divisor(labels, options.ignore_index, options.reduction, options.num_items, accumulator(x.dtype))
-    kept = kept_rows(labels, options.ignore_index, options.max_targets)
-    factor: Tensor | float = 1.0
-    if kept is not None:
-        factor = nan_beyond(labels, options.ignore_index, kept.shape[0])
-        rows, teacher_rows, labels = rows.index_select(0, kept), teacher_rows.index_select(0, kept), labels[kept]
+    rows = CountedRows.of(x, weight, bias, target, teacher, options)
     softcaps = options.softcap or 0.0, options.teacher_softcap or 0.0
     if is_transformed():
-        z, t = functional.linear(rows, weight, bias), functional.linear(teacher_rows, *teacher[1:])
         form = Form(*options[:3], *softcaps, ignore_index=options.ignore_index)
-        return reference_divergence(z, t, labels, form).sum() / divisor * factor
-    # In fp16, gradients over the number of rows underflow unless the loss scale multiplies them before.
-    late = x.dtype == torch.float16
-    loss: Tensor
+        return rows.bounded(reference_divergence(*rows.logits(), rows.labels, form).sum() / rows.divisor)
     loss, *_ = _LinearDivergence.apply(
-        torch.ones_like(divisor) if late else divisor, rows, weight, bias, labels, teacher_rows, *teacher[1:],
-        *options[:3], *map(float, softcaps), options.ignore_index,
-        logits_bytes(x, options.chunk_bytes, tensors=2), options.accumulate == "exact",
-        *wanted_gradients(rows, weight, bias),
+        *rows.arguments(), *options[:3], *map(float, softcaps), options.ignore_index,
+        *rows.pass_settings(options),
     )  # fmt: skip
-    return (loss / divisor if late else loss) * factor if late or kept is not None else loss
+    return rows.finished(loss)
+
+
+class CountedRows(NamedTuple):
+    """The rows of a student and of a teacher that count, in one dtype.
+
+    beyond: NaN if there are more than `max_targets`; None where all are here.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    labels: Tensor
+    teacher: Teacher
+    divisor: Tensor
+    beyond: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        teacher: Teacher,
+        options: TeacherOptions,
+    ) -> CountedRows:
+        """Raises ValueError if the dtypes do not fit."""
+        x, weight, bias = autocast(x, weight, bias)
+        teacher = Teacher(*autocast(*teacher))
+        check_dtypes(x, weight, bias)
+        check_dtypes(*teacher, prefix="teacher_")
+        if teacher.x.dtype != x.dtype:
+            raise ValueError(f"teacher_x is {teacher.x.dtype} and x is {x.dtype}: cast one of them")
+        labels, rows, teacher_rows = target.reshape(-1).contiguous(), x.flatten(0, -2), teacher.x.flatten(0, -2)
+        divisor = row_divisor(labels, options.ignore_index, options.reduction, options.num_items, accumulator(x.dtype))
+        kept, beyond = kept_rows(labels, options.ignore_index, options.max_targets), None
+        if kept is not None:
+            beyond = nan_beyond(labels, options.ignore_index, kept.shape[0])
+            rows, teacher_rows, labels = rows.index_select(0, kept), teacher_rows.index_select(0, kept), labels[kept]
+        return cls(rows, weight, bias, labels, teacher._replace(x=teacher_rows), divisor, beyond)
+
+    def logits(self) -> tuple[Tensor, Tensor]:
+        """The student's and the teacher's."""
+        return functional.linear(self.x, self.weight, self.bias), functional.linear(*self.teacher)
+
+    def arguments(self) -> tuple[Tensor | None, ...]:
+        """The tensors that an operator takes first."""
+        # In fp16, gradients over the number of rows underflow unless the loss scale multiplies them before.
+        divisor = torch.ones_like(self.divisor) if self._divides_late else self.divisor
+        return divisor, self.x, self.weight, self.bias, self.labels, *self.teacher
+
+    def pass_settings(self, options: TeacherOptions) -> tuple[Any, ...]:
+        """What an operator takes last."""
+        memory = logits_bytes(self.x, options.chunk_bytes, tensors=2), options.accumulate == "exact"
+        return *memory, *wanted_gradients(self.x, self.weight, self.bias)
+
+    def finished(self, loss: Tensor) -> Tensor:
+        """What the operator gave for `arguments`, as the caller wants it."""
+        return self.bounded(loss / self.divisor if self._divides_late else loss)
+
+    def bounded(self, loss: Tensor) -> Tensor:
+        """NaN if rows are missing."""
+        return loss if self.beyond is None else loss * self.beyond
+
+    @property
+    def _divides_late(self) -> bool:
+        return self.x.dtype == torch.float16
 
 
 def check_teacher(

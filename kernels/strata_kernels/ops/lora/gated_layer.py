@@ -11,7 +11,6 @@ products of gate and up, the activation's result, and what is R wide.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,17 +24,7 @@ from ..experts.experts_arguments import Function
 from ..float8.largest import PARTS, note_largest
 from .gated_kernels import adapted_gate_bwd_kernel, adapted_gate_fwd_kernel
 from .lora_linear import AdaptedLayer, Call, require_factors
-from .low_rank import LARGEST, SMALLEST, add_low_rank
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Rows and columns of a tile, warps."""
-
-    rows: int
-    columns: int
-    warps: int
-
+from .low_rank import LARGEST, SMALLEST, Launch, add_low_rank
 
 # More columns take more registers: fewer programs at once, and fewer loads under way.
 _FORWARD = Launch(rows=32, columns=64, warps=4)
