@@ -158,13 +158,18 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="names, with semicolons between them")
-    parser.add_argument("--profile", default="", help="runs of ours whose last step is taken apart")
+    parser.add_argument("--profile", default="", help="runs of ours of which a step is taken apart")
     parser.add_argument("--shape", default="8b", choices=SHAPES)
     parser.add_argument("--out", type=Path, default=Path("out/dense"))
     told = parser.parse_args()
     names = [name.strip() for name in told.only.split(";") if name.strip()] or [*RUNS]
     if unknown := {*names} - {*RUNS}:
         parser.error(f"--only has {', '.join(sorted(unknown))}; there are {'; '.join(RUNS)}")
+    profiled = {name.strip() for name in told.profile.split(";") if name.strip()}
+    if unknown := profiled - {name for name in names if isinstance(RUNS[name], Dense)}:
+        parser.error(
+            f"--profile has {', '.join(sorted(unknown))}, which is no run of ours among those that are measured"
+        )
     warnings.simplefilter("ignore")
     logging.basicConfig(level=logging.ERROR)
     told.out.mkdir(parents=True, exist_ok=True)
@@ -187,7 +192,7 @@ def main() -> None:
                 found[name] = train_peer(run, told.shape)
             else:
                 run = replace(run, shape=told.shape, fields={**run.fields, **texts})
-                if name in told.profile.split("; "):
+                if name in profiled:
                     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
                 found[name] = train_and_compare(run, told.out, profiler=profiler)
         found[name] |= meanwhile

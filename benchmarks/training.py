@@ -297,6 +297,8 @@ def measure(run: Session, data: PreparedData, untimed: int, *, profiler: Any = N
         keep_slow_layers(model, run.spec, run.processes, torch.bfloat16, {})
         _make_in_fp8(model, device)
     recorder = Recorder(run.spec, run.folder, run.processes, 0)
+    if profiler is not None and run.spec.training.steps - 2 <= untimed:
+        raise ValueError(f"training.steps {run.spec.training.steps} leaves no step to time beside the profiled one")
     ends: list[Any] = []
     with closing(recorder):
         job = build_job(

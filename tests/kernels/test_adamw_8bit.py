@@ -128,7 +128,7 @@ def test_the_kernel_is_the_reference(dtypes, rounding, path, device, monkeypatch
 
 @pytest.mark.parametrize("rounding", ["master", "stochastic"])
 def test_no_update_is_lost(rounding: str, device: torch.device) -> None:
-    """At a rate of 1e-5, which bf16 drops: a hundred steps move a weight by a thousandth."""
+    """At a rate of 1e-4, which bf16 drops: ten steps move a weight by a thousandth."""
     state = State(torch.ones(4 * BLOCK, device=device, dtype=BF16), rounding)
     steps = 10
     for number in range(1, steps + 1):

@@ -103,7 +103,7 @@ def offloaded_bytes(work: Workload) -> float:
     """
     if not work.training.activation_offloading:
         return 0.0
-    layers = max(work.shape.layers - work.training.gradient_checkpointing_except_last, 0)
+    layers = work.shape.layers - work.training.gradient_checkpointing_except_last
     recomputed = -(-layers // work.training.recomputed_every)
     return max(0, recomputed - 2) * _kept_by_recomputed(work)
 
@@ -178,10 +178,7 @@ def _weights_with_8bit_moments(work: Workload) -> int:
 def kept_by_layer(work: Workload) -> float:
     """Bytes of activations that a layer keeps for its backward pass, averaged over all layers."""
     whole = activations_of_layer(work)
-    every = work.training.recomputed_every
-    if not every:
-        return whole
-    kept = work.recomputed_share / every
+    kept = work.recomputed_share
     return kept * _kept_by_recomputed(work) + (1 - kept) * whole
 
 

@@ -45,9 +45,8 @@ def time_of(work: Workload, gpu: Gpu) -> Time:
     """The time of an optimizer step after the first one, which compiles."""
     shape, training, tokens = work.shape, work.training, work.tokens
     rounds = training.gradient_accumulation_steps
-    every = training.recomputed_every
     # Recomputed share of the forward pass: of elementwise work, and of products and attention.
-    light = work.recomputed_share / every if every else 0.0
+    light = work.recomputed_share
     again = 0.0 if training.gradient_checkpointing == "per_op" else light
     attends_again = 0.0 if training.gradient_checkpointing == "attention" else again
     # Forward pass, input gradients, and weight gradients where weights are trained.
@@ -186,8 +185,7 @@ def _waiting(work: Workload, gpu: Gpu, compute: float) -> float:
 def _sent_within_groups(work: Workload) -> float:
     """Bytes that a rank sends and waits for in a micro-batch under tensor, context and expert parallelism."""
     shape, tokens = work.shape, work.tokens
-    every = work.training.recomputed_every
-    again = work.recomputed_share / every if every else 0.0
+    again = work.recomputed_share
     ways, parts = work.parallel.tensor_parallel, work.parallel.context_parallel
     # Hidden states and their gradients are all-reduced around attention and the gate, once more in a recomputed layer,
     # after the embeddings and before the head. An all-reduce is a reduce-scatter and an all-gather.

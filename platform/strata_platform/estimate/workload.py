@@ -69,6 +69,7 @@ class Workload:
         if spec.model.attention == "eager":
             raise _not_estimated("model.attention", "'eager', which keeps sequence_length² scores per row,", "'auto'")
         _require_divisible_experts(shape, parallel.expert_parallel)
+        _require_recomputed_layers(shape, spec.training)
         lora = spec.adapter if isinstance(spec.adapter, Lora) else None
         weight_bytes = 4 if spec.model.dtype == "float32" else 2
         in_bfloat16 = isinstance(parallel, Fsdp) and parallel.compute_dtype == "bfloat16"
@@ -121,8 +122,9 @@ class Workload:
 
     @property
     def recomputed_share(self) -> float:
-        """Share of the layers that `training.gradient_checkpointing_except_last` does not leave out."""
-        return max(0.0, 1 - self.training.gradient_checkpointing_except_last / self.shape.layers)
+        """Share of the layers that are recomputed, whole or in part."""
+        every, kept = self.training.recomputed_every, self.training.gradient_checkpointing_except_last
+        return (1 - kept / self.shape.layers) / every if every else 0.0
 
     @property
     def trained_parameters(self) -> int:
@@ -190,6 +192,13 @@ def _require_divisible_experts(shape: ModelShape, ways: int) -> None:
         if not shape.experts:
             reason = "the model has no experts; set it to 1"
         raise SpecError([Problem("parallel.expert_parallel", reason)], "estimate")
+
+
+def _require_recomputed_layers(shape: ModelShape, training: Training) -> None:
+    kept = training.gradient_checkpointing_except_last
+    if kept >= shape.layers:
+        reason = f"{kept} leaves none of the model's {shape.layers} layers to recompute; lower it"
+        raise SpecError([Problem("training.gradient_checkpointing_except_last", reason)], "estimate")
 
 
 def _require_divisible_heads(shape: ModelShape, parallel: Single | Ddp | Fsdp) -> None:

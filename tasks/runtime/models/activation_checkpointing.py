@@ -177,5 +177,8 @@ def _attention() -> Callable[..., CheckpointPolicy]:
 
 
 def _attentions(layer: nn.Module) -> list[nn.Module]:
-    """The modules of a layer that attend, as transformers calls their classes."""
-    return [module for module in layer.modules() if type(module).__name__.endswith("Attention")]
+    """The modules of a layer that attend, as transformers calls their classes, without those inside of another."""
+    found: list[nn.Module] = []
+    for child in layer.children():
+        found += [child] if type(child).__name__.endswith("Attention") else _attentions(child)
+    return found

@@ -321,6 +321,12 @@ def test_heads_that_processes_cannot_share_are_refused():
         work_of(**on(3, context_parallel=3, context_parallel_method="ulysses"), data={"sequence_length": 3072})
 
 
+def test_layers_that_are_all_kept_are_refused():
+    training = {"gradient_checkpointing": "full", "gradient_checkpointing_except_last": 32}
+    with pytest.raises(SpecError, match=r"except_last: 32 leaves none of the model's 32 layers"):
+        work_of(training=training)
+
+
 def test_rows_that_are_cut_have_masks_in_float32():
     model = {"name": "llama-3.1-8b", "dtype": "float32"}
     work = work_of(**CONTEXT, model=model, training={"micro_batch_size": 1})

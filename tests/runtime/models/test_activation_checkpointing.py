@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.training import Training
@@ -106,14 +107,66 @@ def test_what_is_recomputed_has_the_same_bits(kind):
     assert torch.equal(recomputed, gradients)
 
 
-def test_what_is_kept_and_then_changed_in_place_is_refused():
-    layer = nn.Linear(4, 4)
-    kept = KeptOperators(frozenset({"aten::addmm"}), [layer])
+class Scales(nn.Module):
+    """Changes what its layer has given it."""
+
+    def __init__(self, bias):
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias)
+
+    def forward(self, x):
+        return self.layer(x).mul_(2)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
+def test_what_is_kept_and_then_changed_in_place_is_refused(inside, bias, shape):
+    """In the module that attends, or in the layer that it is in. Three-dimensional products are views of others."""
+    module = Scales(bias) if inside else nn.Linear(4, 4, bias)
+    kept = KeptOperators(frozenset({"aten::addmm", "aten::mm"}), [module])
     forward, again = kept.contexts()
-    with forward:
-        layer(torch.ones(2, 4)).mul_(2)
-    with again, pytest.raises(ValueError, match=r"changes in place .* set .* to 'full'"):
-        layer(torch.ones(2, 4))
+
+    def run():
+        with forward:
+            y = module(torch.ones(shape))
+        if not inside:
+            y.mul_(2)
+        with again:
+            module(torch.ones(shape))
+
+    with pytest.raises(ValueError, match=r"changes in place .* set .* to 'full'"):
+        run()
+
+
+def family(kind, **settings):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = AutoConfig.for_model(kind, use_cache=False, **{**sizes, **settings})
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
+def loss_and_gradients(model):
+    ids = torch.arange(24).view(2, 12) % 64
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.detach(), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def test_a_family_that_changes_scores_in_place_is_refused():
+    model = family("falcon")
+    activation_checkpointing.checkpoint_activations(model, Training(gradient_checkpointing="attention"))
+    with pytest.raises(ValueError, match="changes in place"):
+        loss_and_gradients(model)
+
+
+def test_attention_in_a_module_of_attention_is_watched_once():
+    settings = {"num_heads": 2, "num_layers": 2, "attention_types": [[["global"], 2]], "max_position_embeddings": 32}
+    plain = loss_and_gradients(family("gpt_neo", **settings))
+    model = family("gpt_neo", **settings)
+    activation_checkpointing.checkpoint_activations(model, Training(gradient_checkpointing="attention"))
+    loss, gradients = loss_and_gradients(model)
+    assert torch.equal(loss, plain[0]) and all(map(torch.equal, gradients, plain[1]))
 
 
 def test_layers_that_are_all_kept_are_refused():

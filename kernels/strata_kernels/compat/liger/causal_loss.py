@@ -41,7 +41,10 @@ def fixed_fused_linear_cross_entropy(
     return_predicted_tokens: bool = False,
     **kwargs: Any,
 ) -> Tensor | CrossEntropyOutput:
-    """`linear_cross_entropy`: the mean, or the sum over `num_items_in_batch`. hidden_states: [N, H], target: [N]."""
+    """`linear_cross_entropy`: the mean, or the sum over `num_items_in_batch`. hidden_states: [N, H], target: [N].
+
+    The gradient of the weight is rounded once, whatever `accum_dtype`.
+    """
     result = liger_fused_linear_cross_entropy(
         hidden_states, lm_head_weight, target, ignore_index=ignore_index, softcap=final_logit_softcapping,
         reduction="mean" if num_items_in_batch is None else "sum", return_token_accuracy=return_token_accuracy,
@@ -73,7 +76,8 @@ def LigerForCausalLMLoss(
     Keywords that `liger_fused_linear_cross_entropy` does not have are dropped, as callers pass on what a model got.
     """
     if shift_labels is None:
-        assert labels is not None
+        if labels is None:
+            raise ValueError("labels and shift_labels are None: pass one of them")
         shift_labels = pad(labels[..., 1:], (0, 1), value=ignore_index)
     return fixed_fused_linear_cross_entropy(
         hidden_states.reshape(-1, hidden_size), lm_head_weight, shift_labels.reshape(-1).to(hidden_states.device),

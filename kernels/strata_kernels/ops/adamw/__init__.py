@@ -35,6 +35,7 @@ Limited Numerical Precision", 2015 (arXiv:1502.02551); Zamirai et al., "Revisiti
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ from . import step_reference as reference
 from .shard import Shard
 from .step_plan import Given, Hyperparameters, Rounding, StepPlan, Tensors, with_strides_of_weight
 
-_ROUNDINGS = ("master", "stochastic", "nearest")
+_ROUNDINGS = get_args(Rounding)
 
 
 def adamw_step(

@@ -14,6 +14,8 @@ bitsandbytes' kernels.
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 from torch import Tensor
 
@@ -164,8 +166,8 @@ def _check(
     hyper: Hyperparameters,
 ) -> None:  # fmt: skip
     """Raise ValueError unless the arguments match."""
-    if hyper.rounding not in ("master", "stochastic", "nearest"):
-        raise ValueError(f"rounding must be one of master, stochastic, nearest, got {hyper.rounding!r}")
+    if hyper.rounding not in get_args(Rounding):
+        raise ValueError(f"rounding must be one of {', '.join(get_args(Rounding))}, got {hyper.rounding!r}")
     betas_fit = all(0.0 <= beta < 1.0 for beta in hyper.betas)
     if not (betas_fit and hyper.eps >= 0.0 and step >= 1 and -(2**63) <= hyper.seed < 2**64):
         raise ValueError(

@@ -33,7 +33,8 @@ class Frozen(Protocol):
         """Add `dy @ W` to the sum of `products`: to one of them, or as another one. dy: [..., N], products: [T, K]."""
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows_of(x: Tensor) -> Tensor:
+    """[..., K] → [T, K]."""
     return x.reshape(-1, x.shape[-1])
 
 
@@ -51,16 +52,16 @@ class ExactWeight:
     def multiply(self, x: Tensor, bias: Tensor | None, y: Tensor) -> None:
         """`y = x @ W.T + bias`."""
         if bias is None:
-            torch.mm(_rows(x), self.weight.t(), out=y)
+            torch.mm(rows_of(x), self.weight.t(), out=y)
         else:
-            torch.addmm(bias, _rows(x), self.weight.t(), out=y)
+            torch.addmm(bias, rows_of(x), self.weight.t(), out=y)
 
     def add_input_gradient(self, dy: Tensor, products: list[Tensor]) -> None:
         """Add `dy @ W`: the product itself adds to one that is there."""
         if products:
-            products[0].addmm_(_rows(dy), self.weight)
+            products[0].addmm_(rows_of(dy), self.weight)
         else:
-            products.append(_rows(dy) @ self.weight)
+            products.append(rows_of(dy) @ self.weight)
 
 
 @dataclass(frozen=True)
@@ -104,5 +105,5 @@ class Float8Weight:
 
     def add_input_gradient(self, dy: Tensor, products: list[Tensor]) -> None:
         """Add `dy @ W`, in FP8, with the gradient in E5M2. PyTorch's product adds to nothing."""
-        d = cast(_rows(dy), "tensorwise", rows=True, columns=False, e5m2=True, amax=largest_of(dy))
+        d = cast(rows_of(dy), "tensorwise", rows=True, columns=False, e5m2=True, amax=largest_of(dy))
         products.append(product(d.rows, transpose(self.values), d.row_inverse, self.inverse, dy.dtype))

@@ -22,6 +22,7 @@ from .._operator import refuse_double_backward
 from ..activation.activation_reference import backward_reference, forward_reference
 from ..experts.experts_arguments import Function
 from ..float8.largest import PARTS, note_largest
+from .frozen_weight import rows_of
 from .gated_kernels import adapted_gate_bwd_kernel, adapted_gate_fwd_kernel
 from .lora_linear import AdaptedLayer, Call, require_factors
 from .low_rank import LARGEST, SMALLEST, Launch, add_low_rank
@@ -94,7 +95,7 @@ class _LoraGatedLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Layer, x: Tensor, *factors: Tensor) -> Tensor:
         *of_gate_up, a, _ = factors
-        h = call.gate_up.reduce(_rows(x), of_gate_up[::2])
+        h = call.gate_up.reduce(rows_of(x), of_gate_up[::2])
         frozen = []
         for layer in call.gate_up.layers:
             frozen.append(x.new_empty(h.shape[0], layer.frozen.outputs))
@@ -176,7 +177,3 @@ def _takes_kernel(x: Tensor, products: Sequence[_Product]) -> bool:
 def _rank(products: Sequence[_Product]) -> int:
     rank: int = triton.next_power_of_2(max(h.shape[1] for h, _, _ in products))
     return max(SMALLEST, rank)
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .._launch import describe
 from .._operator import refuse_double_backward
-from .frozen_weight import Frozen
+from .frozen_weight import Frozen, rows_of
 from .low_rank import add_low_rank
 from .seeded_dropout import seeded_dropout
 
@@ -135,14 +135,14 @@ class Call:
             if dy is None:
                 found += [None, None]
                 continue
-            rows = _rows(dy)
+            rows = rows_of(dy)
             torch.addmm(own_e, rows, b, beta=0, alpha=layer.scale, out=own_e)
             d_b = b.new_empty(b.shape)
             found += [None, torch.addmm(d_b, rows.t(), own_h, beta=0, alpha=layer.scale, out=d_b)]
             if needs_x:
                 layer.frozen.add_input_gradient(dy, products)
         # A layer whose result nobody reads has no gradient: one of zeros would be a step of decay.
-        of_a = self._gradients_of_a(_rows(x), e)
+        of_a = self._gradients_of_a(rows_of(x), e)
         found[::2] = [None if dy is None else each for dy, each in zip(dys, of_a, strict=True)]
         return products, e, found
 
@@ -171,7 +171,7 @@ class _LoraLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, x: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
-        h = call.reduce(_rows(x), factors[::2])
+        h = call.reduce(rows_of(x), factors[::2])
         call.h = call.parts(h)
         # Without what it computed: the node outlives the call.
         ctx.call = Call(call.layers, call.dropout, call.seeds)
@@ -186,10 +186,6 @@ class _LoraLinear(torch.autograd.Function):
         products, e, d_factors = ctx.call.gradients(x, h, factors, dys, needs_x=ctx.needs_input_grad[1])
         dx = ctx.call.input_gradient(e, factors[::2], products).view(x.shape) if products else None
         return None, dx, *d_factors
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
 
 
 def _joined(factors: Sequence[Tensor]) -> Tensor:
