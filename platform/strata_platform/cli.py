@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from pydantic_core import to_json
 
 from strata_platform import commands
 from strata_platform.client import BackendName, prices_of_cluster, project_and_domain
@@ -209,18 +208,20 @@ def costs(
     with commands.errors():
         runs = commands.connect(backend).records(since=time.time() - days * 86400)
         project = "/".join(project_and_domain()) if backend == "flyte" else "local"
-        found = used_by_owner(project, runs, _price_table(prices, backend)[1])
+        source, table = _price_table(prices, backend)
+        found = used_by_owner(project, runs, table)
+        if table is not None:
+            for kind in sorted({kind for used in found for kind in used.hours} - {CPU, *table.gpus}):
+                _warn_of_no_price(source, table, kind)
     if format == "json":
-        typer.echo(to_json([asdict(used) for used in found], indent=2).decode())
+        commands.echo_json([asdict(used) for used in found], indent=2)
         return
-    table = [("PROJECT", "OWNER", "RUNS", "NO RECORD", "GPU HOURS", "CPU HOURS", "COST")]
+    rows = [("PROJECT", "OWNER", "RUNS", "NO RECORD", "GPU HOURS", "CPU HOURS", "COST")]
     for used in found:
         cost = "no price" if used.cost is None else f"{used.cost:.2f} {used.currency}".rstrip()
         hours = (f"{used.gpu_hours:.2f}", f"{used.hours.get(CPU, 0.0):.2f}")
-        table.append((project, used.owner or "-", str(used.runs), str(used.without_record), *hours, cost))
-    widths = [max(len(row[column]) for row in table) for column in range(6)]
-    for row in table:
-        typer.echo("  ".join(text.ljust(width) for text, width in zip(row, [*widths, 0], strict=True)).rstrip())
+        rows.append((project, used.owner or "-", str(used.runs), str(used.without_record), *hours, cost))
+    commands.echo_table(rows)
 
 
 @app.command()
@@ -299,8 +300,12 @@ def _price(kind: str, file: Path | None, backend: BackendName) -> Price | None:
     if table is None:
         return None
     if kind not in table.gpus:
-        _warn(f"{source} has no price of {kind}; it has: {', '.join(table.gpus) or 'none'}")
+        _warn_of_no_price(source, table, kind)
     return table.of(kind)
+
+
+def _warn_of_no_price(source: str, table: Prices, kind: str) -> None:
+    _warn(f"{source} has no price of {kind}; it has: {', '.join(table.gpus) or 'none'}")
 
 
 def _price_table(file: Path | None, backend: BackendName) -> tuple[str, Prices | None]:

@@ -7,7 +7,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -92,7 +92,7 @@ def get(name: _Name, format: _Format = "text", backend: _Backend = "local") -> N
     with errors():
         run = connect(backend).get(name)
     if format == "json":
-        _echo_json(run, indent=2)
+        echo_json(run, indent=2)
         return
     times = {"submitted": run.submitted, "started": run.started, "ended": run.ended}
     shown = {
@@ -128,7 +128,7 @@ def list_(
         runs = connect(backend).list(limit=limit + 1 if limit else None, owner=this_user() if mine else owner)
     more, runs = bool(limit) and len(runs) > limit, runs[: limit or None]
     if format == "json":
-        _echo_json(runs, indent=2)
+        echo_json(runs, indent=2)
     else:
         _print_table(runs)
     if more:
@@ -140,10 +140,7 @@ def _print_table(runs: list[Run]) -> None:
         (run.name, str(run.phase), _progress(run) or str(run.stage or ""), run.owner, _clock(run.submitted))
         for run in runs
     ]
-    table = [("NAME", "PHASE", "PROGRESS", "OWNER", "SUBMITTED"), *rows]
-    widths = [max(len(row[column]) for row in table) for column in range(4)]
-    for row in table:
-        typer.echo("  ".join(text.ljust(width) for text, width in zip(row, [*widths, 0], strict=True)).rstrip())
+    echo_table([("NAME", "PHASE", "PROGRESS", "OWNER", "SUBMITTED"), *rows])
 
 
 @app.command()
@@ -190,7 +187,7 @@ def metrics(
     with errors(), _interruptible(name):
         for point in connect(backend, poll=poll).metrics(name, follow=follow):
             if format == "json":
-                _echo_json(point)
+                echo_json(point)
             else:
                 typer.echo(_metrics_line(point))
 
@@ -201,7 +198,7 @@ def events(name: _Name, format: _Format = "text", backend: _Backend = "local") -
     with errors():
         for event in connect(backend).events(name):
             if format == "json":
-                _echo_json(event)
+                echo_json(event)
             else:
                 about = event.about and f" ({event.about})"
                 typer.echo(f"{_clock(event.time)}  {event.reason:<12} {event.message}{about}")
@@ -228,7 +225,7 @@ def outputs(
     with errors():
         found = connect(backend).outputs(name, to=to)
     if format == "json":
-        _echo_json(found, indent=2)
+        echo_json(found, indent=2)
     else:
         for kind, path in found.items():
             typer.echo(f"{kind:<8}{path}")
@@ -242,7 +239,14 @@ def connect(backend: BackendName, *, image: str | None = None, version: str | No
     return client
 
 
-def _echo_json(value: Any, indent: int | None = None) -> None:
+def echo_table(rows: Sequence[Sequence[str]]) -> None:
+    """Print rows of texts with their columns one below the other."""
+    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
+    for row in rows:
+        typer.echo("  ".join(text.ljust(width) for text, width in zip(row, [*widths, 0], strict=True)).rstrip())
+
+
+def echo_json(value: Any, indent: int | None = None) -> None:
     """Print JSON, which has no NaN or infinity: such a loss becomes null."""
     typer.echo(to_json(value, indent=indent, inf_nan_mode="null").decode())
 

@@ -11,7 +11,7 @@ assert client.wait("run").loss == 1.0
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -146,6 +146,10 @@ class FakeBackend:
         """The newest runs. They have no owner."""
         found = [run for run in map(self._run, self._runs) if owner in (None, run.owner)]
         return sorted(found, key=lambda run: run.submitted or 0.0, reverse=True)[:limit]
+
+    def records(self, since: float) -> Iterator[tuple[Run, Mapping[str, Any] | None]]:
+        """The runs, without a record."""
+        return ((run, None) for run in self.list(None, None) if (run.submitted or 0.0) >= since)
 
     def _find(self, name: str) -> _FakeRun:
         if name not in self._runs:

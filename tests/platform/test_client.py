@@ -21,7 +21,7 @@ from strata_platform.backends.local import LocalBackend
 from strata_platform.backends.run_state import RunFiles, tail
 from strata_platform.backends.supervisor import Attempt
 from strata_platform.client import Client
-from strata_platform.commands import _echo_json
+from strata_platform.commands import echo_json
 from strata_platform.errors import BackendError, DoesNotFit, NotReady, RunExists, RunNotFound, StrataError, WaitTimeout
 from strata_platform.estimate.gpus import GPUS, gpu_by_name
 from strata_platform.outcomes import UNHEALTHY, UNREACHABLE
@@ -359,7 +359,7 @@ def test_a_run_whose_supervisor_is_elsewhere_is_not_canceled_by_its_number(clien
 
 
 def test_a_loss_that_is_not_finite_is_null_in_json(capsys):
-    _echo_json({"loss": math.nan, "step": 3})
+    echo_json({"loss": math.nan, "step": 3})
     assert capsys.readouterr().out == '{"loss":null,"step":3}\n'
 
 

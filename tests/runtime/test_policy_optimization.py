@@ -270,7 +270,7 @@ def test_answers_of_the_next_step_are_those_of_the_weights_before_the_step(outpu
     assert losses(ahead, 1) == losses(ahead, 0)[2:]
 
 
-def test_rewards_are_computed_while_the_model_learns(output):
+def test_rewards_are_asked_for_before_the_model_learns(output):
     """In the order of a run whose second step generates nothing more: it is the last one before a checkpoint."""
     order = []
 

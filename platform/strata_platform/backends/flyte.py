@@ -352,17 +352,24 @@ class FlyteBackend:
             found: dict[str, Any] = json.loads(self._store.read(self._output_uris(execution)["record"]))
         return found
 
-    def _record_of_one_run(self, execution: Execution) -> dict[str, Any] | None:
-        """The completion record; None where it is gone, or the execution is of another workflow or of several runs."""
+    def _record_of_one_run(self, execution: Execution) -> Mapping[str, Any] | None:
+        """The completion record; None where a rule of the store has removed it or the outputs, or the execution is of
+        another workflow or of several runs.
+        """
         try:
+            with translated_errors(f"to read the outputs of {run_name(execution)}"):
+                found = self._admin.outputs(execution.id.name)
             # The record of several runs, as of `workflows/align.py`, is that of the last one.
-            return None if "table" in self._admin.outputs(execution.id.name) else self._record(execution)
+            if "table" in found or "record" not in found:
+                return None
+            record: dict[str, Any] = json.loads(self._store.read(found["record"]))
         except FileNotFoundError:
             return None
         except BackendError as error:
             if error.status != 404:
                 raise
             return None
+        return record
 
     def _output_uris(self, execution: Execution) -> dict[str, str]:
         """Addresses of the outputs of an execution that succeeded."""

@@ -89,7 +89,9 @@ class Retention:
                     if left.resolve().parent != left.parent.absolute():
                         continue  # Behind a link.
                     yield from self._remove(f"{left}, of a removal that was interrupted", partial(shutil.rmtree, left))
-            for folder in run_folders(Path(root), self._settings.depth):
+            looked_at = 0
+            for folder in self._run_folders(Path(root), self._settings.depth):
+                looked_at += 1
                 run = RunLayout(folder)
                 try:
                     changed, removed = self._removed_of(run, checkpoints, runs)
@@ -98,6 +100,25 @@ class Retention:
                 except FileNotFoundError:
                     # A run that is writing: it is not old.
                     continue
+            yield f"{root}: {looked_at} run{'s' if looked_at != 1 else ''} looked at"
+
+    def _run_folders(self, root: Path, depth: int) -> Iterator[Path]:
+        """Folders with the spec and the attempts of a run, up to `depth` levels below; links are not followed."""
+        try:
+            entries = sorted(os.scandir(root), key=lambda entry: entry.name)
+        except OSError as error:
+            # A tenant need not have every claim; others hide what is in them.
+            if not isinstance(error, FileNotFoundError):
+                self.failed.append(f"what is in {root}: {error.strerror}")
+            return
+        for entry in entries:
+            if not entry.is_dir(follow_symlinks=False) or entry.name.startswith("."):
+                continue
+            run = RunLayout(Path(entry.path))
+            if run.spec.is_file() and run.attempts.is_file():
+                yield run.root
+            elif depth > 1:
+                yield from self._run_folders(run.root, depth - 1)
 
     def _removed_of(
         self, run: RunLayout, checkpoints: timedelta | None, runs: timedelta | None
@@ -149,22 +170,6 @@ class Retention:
             self.failed.append(f"{what}: {error}")
         else:
             yield f"removed {what}"
-
-
-def run_folders(root: Path, depth: int) -> Iterator[Path]:
-    """Folders with the spec and the attempts of a run, up to `depth` levels below `root`; links are not followed."""
-    try:
-        entries = sorted(os.scandir(root), key=lambda entry: entry.name)
-    except OSError:
-        return
-    for entry in entries:
-        if not entry.is_dir(follow_symlinks=False) or entry.name.startswith("."):
-            continue
-        run = RunLayout(Path(entry.path))
-        if run.spec.is_file() and run.attempts.is_file():
-            yield run.root
-        elif depth > 1:
-            yield from run_folders(run.root, depth - 1)
 
 
 def _last_change(folder: Path) -> datetime | None:

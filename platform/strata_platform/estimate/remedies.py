@@ -59,7 +59,7 @@ def remedies(spec: RunSpec) -> Iterator[Remedy]:
         away: dict[str, dict[str, Any]] = {
             "training": {"gradient_checkpointing": "full", "activation_offloading": True}
         }
-        yield Remedy(away, "the same losses; the inputs of layers are in host memory between the passes")
+        yield Remedy(away, "the same losses; what recomputed layers keep is in host memory between the passes")
     rounding = "the same losses but for noise; weights are rounded at random in place of exact master weights"
     yield Remedy({"optimizer": {"precision": "stochastic_rounding"}}, rounding)
     eight = "nearly the same losses; moments of matrices have eight bits"

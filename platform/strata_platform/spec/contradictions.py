@@ -86,7 +86,7 @@ def _training(training: Training, data: Data) -> Iterator[Contradiction]:
     yield Contradiction(
         training.activation_offloading and training.gradient_checkpointing not in ("full", "attention", "selective"),
         ("training.activation_offloading", "training.gradient_checkpointing"),
-        "offloads the inputs of layers that are recomputed, but training.gradient_checkpointing is "
+        "offloads what recomputed layers keep, but training.gradient_checkpointing is "
         f"'{training.gradient_checkpointing}'; set that to 'full', or training.activation_offloading to false",
     )
     yield Contradiction(

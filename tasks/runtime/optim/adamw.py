@@ -30,7 +30,9 @@ class ExactAdamW(TypedStateOptimizer):
     """
 
     steps_on_any_stream = True
-    """Its kernels run on PyTorch's current stream; those of libraries need not."""
+    """Its kernels run on PyTorch's current stream; those of libraries need not. AdamW with moments of 8 bits could, but
+    was slower in a build that did: `docs/benchmarks/large-models.md`.
+    """
 
     def __init__(
         self,

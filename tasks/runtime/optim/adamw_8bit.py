@@ -40,11 +40,6 @@ class AdamW8bit(TypedStateOptimizer):
     `exp_avg_sq_scale`, fp32, [rows, weights of a row / 256]; `step`. Tensors with rows are sharded like the parameter.
     """
 
-    steps_on_any_stream = False
-    """A build whose steps had a stream of their own was slower. It differed in other things too, so the stream may not
-    be the cause: `docs/benchmarks/large-models.md`.
-    """
-
     def __init__(
         self,
         groups: list[dict[str, Any]],

@@ -17,7 +17,6 @@ class ChainedOptimizer(TypedStateOptimizer):
         self._parts = parts
         self.paged = any(getattr(part, "paged", False) for part in parts)
         self.keeps_remainder = any(getattr(part, "keeps_remainder", False) for part in parts)
-        self.steps_on_any_stream = all(getattr(part, "steps_on_any_stream", False) for part in parts)
         groups = [{**group, "part": number} for number, part in enumerate(parts) for group in part.param_groups]
         super().__init__(groups, {})
 

@@ -55,6 +55,7 @@ class WholeCopy(WholeModel):
                 whole.copy_(self._gather(sources[name]))
         buffers = dict(self._source.named_buffers())
         for name, buffer in self.model.named_buffers():
+            # Those of rotary embeddings that grow with the longest row are each model's own.
             if buffer.shape == buffers[name].shape:
                 buffer.copy_(buffers[name])
 

@@ -217,7 +217,7 @@ def build_job(
     wrapped, optimizer = strategy.attach_optimizer(wrapped, build_optimizer(model, run.spec))
     continues = resume_from is not None
     start = ObjectiveContext(
-        run.spec, run.processes, data, strategy, wrapped, base, continues, metadata, collate, whole, steps
+        run.spec, run.processes, data, strategy, wrapped, base, continues, metadata, collate, whole=whole, steps=steps
     )
     data = objective.prepare(start)
     writer = CheckpointWriter(

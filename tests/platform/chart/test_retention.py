@@ -5,6 +5,7 @@ import json
 import os
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from unittest import mock
 
 import pytest
 
@@ -35,7 +36,9 @@ def run(root, name, days, *, status="complete", exported=True):
 def folders(root, dry_run=False, checkpoints="", runs=""):
     settings = Settings(dry_run=dry_run, checkpoints=checkpoints, runs=runs, folders=[str(root)])
     retention = Retention(settings, NOW)
-    return list(retention.folders()), retention.failed
+    *said, looked_at = retention.folders()
+    assert looked_at.startswith(f"{root}: ") and looked_at.endswith("looked at")
+    return said, retention.failed
 
 
 def test_checkpoints_of_old_complete_runs_are_removed_and_nothing_else_of_them(tmp_path):
@@ -130,6 +133,18 @@ def test_a_run_that_rotates_its_files_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(retention_module, "_last_change", last_change)
     (said,), failed = folders(tmp_path, runs="90d")
     assert said.startswith(f"removed {second}") and first.is_dir() and not failed
+
+
+def test_a_folder_that_is_not_there_is_seen_and_one_that_cannot_be_read_is_told(tmp_path, monkeypatch):
+    run(tmp_path, "old", 91)
+    settings = Settings(dry_run=True, runs="90d", folders=[str(tmp_path / "nowhere"), str(tmp_path)])
+    retention = Retention(settings, NOW)
+    nowhere, old, here = retention.folders()
+    assert nowhere == f"{tmp_path}/nowhere: 0 runs looked at" and here == f"{tmp_path}: 1 run looked at"
+    assert old.startswith("would remove") and not retention.failed
+    monkeypatch.setattr(os, "scandir", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
+    assert list(retention.folders())[-1] == f"{tmp_path}: 0 runs looked at"
+    assert retention.failed[-1] == f"what is in {tmp_path}: Permission denied"
 
 
 def test_links_are_not_followed_out_of_the_folder(tmp_path):
