@@ -95,7 +95,7 @@ Which settings of a spec work together. Each cell is a spec that was validated: 
 
 A few rules depend on the model and are checked when it is known: [packing](data.md#packing),
 [tensor](parallelism.md#tensor-parallelism) and [context parallelism](parallelism.md#context-parallelism), and the
-[kernels](kernels.md#model-families). Kinds other than `single` have four processes on one node.
+[kernels](patching.md#model-families). Kinds other than `single` have four processes on one node.
 """
 
 
