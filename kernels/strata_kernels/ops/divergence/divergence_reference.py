@@ -72,19 +72,6 @@ def reference_gradient(z: Tensor, t: Tensor, target: Tensor, scale: Tensor, form
     return (dz * scale[:, None]).where((target != form.ignore_index)[:, None], 0.0)
 
 
-def reference_label_gradient(
-    z: Tensor, target: Tensor, scale: Tensor, largest: Tensor, log_sum: Tensor, form: Form
-) -> Tensor:
-    """scale times the gradient [N, V] of the targets' cross entropies, from statistics of the rows at temperature 1."""
-    wide = z.to(accumulator(z.dtype))
-    squashed = torch.tanh(wide / form.softcap) if form.softcap else wide
-    dz = ((form.softcap or 1.0) * squashed - largest[:, None] - log_sum[:, None]).exp()
-    dz -= (target[:, None] == torch.arange(z.shape[1], device=z.device)).to(dz.dtype)
-    if form.softcap:
-        dz *= 1 - squashed.square()
-    return (dz * scale[:, None]).where((target != form.ignore_index)[:, None], 0.0)
-
-
 def _terms(log_p: Tensor, log_q: Tensor, form: Form) -> Tensor:
     p, q = log_p.exp(), log_q.exp()
     match form.divergence:

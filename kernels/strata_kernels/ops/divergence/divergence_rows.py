@@ -10,13 +10,14 @@ import triton
 from torch import Tensor
 
 from .._launch import launch, multiprocessors, takes_kernel
+from ..cross_entropy.row_reference import reference_gradient as label_gradient
+from ..cross_entropy.row_statistics import Columns, Options, Statistics
 from .divergence_kernel import FORWARD_KL, JSD, REVERSE_KL, TVD, divergence_kernel
 from .divergence_reference import (
     COSINE_EPS,
     Form,
     reference_divergence,
     reference_gradient,
-    reference_label_gradient,
 )
 from .whole_row_kernels import cosine_kernel, tvd_probabilities_kernel
 
@@ -62,11 +63,13 @@ class Labels(NamedTuple):
 
     scale: [N], of the dtype of the losses, may be an expanded scalar.
     largest, log_sum: [N], statistics of the rows at temperature 1, with the softcap of the form.
+    classes: those that targets count.
     """
 
     scale: Tensor
     largest: Tensor
     log_sum: Tensor
+    classes: int
 
 
 def divergence_rows(
@@ -105,7 +108,9 @@ def divergence_rows(
         assert scale is not None
         value = reference_gradient(z, t, target, scale, form)
         if labels is not None:
-            value += reference_label_gradient(z, target, *labels, form)
+            rows = Statistics(labels.largest, labels.log_sum, labels.largest, None, None)
+            options, columns = Options(form.ignore_index, 0.0, 0.0, form.softcap), Columns(0, labels.classes)
+            value += label_gradient(z, target, labels.scale, rows, options, columns, None)
         dz.copy_(value)
 
 
@@ -128,7 +133,7 @@ def _launch(
     words = None if form.normalized else z.new_zeros(3 * n_parts, dtype=torch.int64)
     launch(
         divergence_kernel, (n_parts + (1 + (dz is not None)) * distance,),
-        z, t, dz, target, scale, *(labels or (None, None, None)), partial, words,
+        z, t, dz, target, scale, *((None, None, None) if labels is None else labels[:3]), partial, words,
         n_parts, distance, z.stride(0), t.stride(0), 0 if dz is None else dz.stride(0),
         0 if scale is None else scale.stride(0), 0 if labels is None else labels.scale.stride(0), form.ignore_index,
         V=vocabulary, KIND=_KINDS[form.divergence], BETA=form.beta,

@@ -24,7 +24,8 @@ from ..head.head_arguments import (
     check_head,
 )
 from ..head.head_pass import Wanted
-from .linear_jsd import CountedRows, TeacherOptions, check_teacher
+from .counted_rows import RowOptions
+from .linear_jsd import TeacherOptions, check_teacher, counted_rows
 from .row_divergences import PassSettings, Scales, Teacher, distillation_and_gradients
 from .summed_divergence import SummedDivergence
 
@@ -136,18 +137,18 @@ def linear_distillation(
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"beta {beta} must be between 0 and 1")
     options = TeacherOptions(
-        of_beta(beta), float(beta), float(temperature), softcap, teacher_softcap, ignore_index, "mean", num_items,
-        max_targets, accumulate, chunk_bytes,
+        of_beta(beta), float(beta), float(temperature), softcap, teacher_softcap,
+        RowOptions(ignore_index, "mean", num_items, max_targets, accumulate, chunk_bytes),
     )  # fmt: skip
     check_head(x, weight, bias)
     check_head(teacher_x, teacher_weight, teacher_bias, prefix="teacher_")
     both = min(weight.shape[0], teacher_weight.shape[0])
     teacher = Teacher(teacher_x, teacher_weight[:both], None if teacher_bias is None else teacher_bias[:both])
     check_teacher(x, weight[:both], None if bias is None else bias[:both], target, teacher, options)
-    rows = CountedRows.of(x, weight, bias, target, teacher, options)
+    rows, teacher = counted_rows(x, weight, bias, target, teacher, options.rows)
     softcaps = softcap or 0.0, teacher_softcap or 0.0
     if is_transformed():
-        z, t = rows.logits()
+        z, t = rows.logits(), functional.linear(*teacher)
         form = Form(*options[:3], *softcaps, ignore_index=ignore_index)
         wide = z.to(accumulator(z.dtype))
         wide = softcap * torch.tanh(wide / softcap) if softcap else wide
@@ -156,8 +157,9 @@ def linear_distillation(
         parts = rows.bounded(torch.stack([entropy, divergence]) / rows.divisor)
         return DistillationTerms(label_weight * parts[0] + divergence_weight * parts[1], *parts.detach())
     loss, parts, *_ = _LinearDistillation.apply(
-        *rows.arguments(), *options[:3], *map(float, (*softcaps, label_weight, divergence_weight)), ignore_index,
-        *rows.pass_settings(options),
+        *rows.arguments(), teacher.weight, teacher.bias, *options[:3],
+        *map(float, (*softcaps, label_weight, divergence_weight)), ignore_index,
+        *rows.pass_settings(options.rows, heads=2),
     )  # fmt: skip
     parts = rows.finished(parts)
     return DistillationTerms(rows.finished(loss), parts[0], parts[1])

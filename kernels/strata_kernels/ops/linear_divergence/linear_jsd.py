@@ -6,17 +6,16 @@ only multiplies by it. Formulas: see the package. The operator is `strata::linea
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .._launch import accumulator
 from .._operator import is_transformed, operator
 from ..cross_entropy.reduction import check_options
 from ..divergence.divergence_reference import Divergence, Form, reference_divergence
-from ..divergence.given_logits import Direction, check_temperature, of_beta, of_direction, row_divisor
+from ..divergence.given_logits import Direction, check_temperature, of_beta, of_direction
 from ..head.head_arguments import (
     Accumulate,
     autocast,
@@ -25,13 +24,10 @@ from ..head.head_arguments import (
     check_head,
     check_memory_options,
     check_target,
-    kept_rows,
-    logits_bytes,
-    nan_beyond,
-    wanted_gradients,
 )
 from ..head.head_pass import Wanted
 from ..head.vocabulary_parallel import is_dtensor
+from .counted_rows import CountedRows, RowOptions
 from .row_divergences import PassSettings, Teacher, divergences_and_gradients
 from .summed_divergence import SummedDivergence
 
@@ -72,12 +68,7 @@ class TeacherOptions(NamedTuple):
     temperature: float
     softcap: float | None
     teacher_softcap: float | None
-    ignore_index: int
-    reduction: Literal["mean", "sum"]
-    num_items: int | Tensor | None
-    max_targets: int | None
-    accumulate: Accumulate
-    chunk_bytes: int | None
+    rows: RowOptions
 
 
 def linear_jsd(
@@ -142,8 +133,8 @@ def linear_jsd(
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"beta {beta} must be between 0 and 1")
     options = TeacherOptions(
-        of_beta(beta), float(beta), float(temperature), softcap, teacher_softcap, ignore_index, reduction, num_items,
-        max_targets, accumulate, chunk_bytes,
+        of_beta(beta), float(beta), float(temperature), softcap, teacher_softcap,
+        RowOptions(ignore_index, reduction, num_items, max_targets, accumulate, chunk_bytes),
     )  # fmt: skip
     return _linear_divergence(x, weight, bias, target, Teacher(teacher_x, teacher_weight, teacher_bias), options)
 
@@ -182,8 +173,8 @@ def linear_kl_div(
         >>> linear_kl_div(x, weight, torch.randn(2, 8, 24), torch.randn(32, 24), temperature=2.0).backward()
     """
     options = TeacherOptions(
-        of_direction(direction), 0.0, float(temperature), softcap, teacher_softcap, ignore_index, reduction, num_items,
-        max_targets, accumulate, chunk_bytes,
+        of_direction(direction), 0.0, float(temperature), softcap, teacher_softcap,
+        RowOptions(ignore_index, reduction, num_items, max_targets, accumulate, chunk_bytes),
     )  # fmt: skip
     return _linear_divergence(x, weight, bias, target, Teacher(teacher_x, teacher_weight, teacher_bias), options)
 
@@ -219,95 +210,43 @@ def linear_cosine_distance(
         >>> linear_cosine_distance(x, weight, torch.randn(2, 8, 24), torch.randn(32, 24)).backward()
     """
     options = TeacherOptions(
-        "cosine", 0.0, 1.0, None, None, ignore_index, reduction, num_items, max_targets, accumulate, chunk_bytes
-    )
+        "cosine", 0.0, 1.0, None, None,
+        RowOptions(ignore_index, reduction, num_items, max_targets, accumulate, chunk_bytes),
+    )  # fmt: skip
     return _linear_divergence(x, weight, bias, target, Teacher(teacher_x, teacher_weight, teacher_bias), options)
 
 
 def _linear_divergence(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None, teacher: Teacher, options: TeacherOptions
 ) -> Tensor:
+    ignore_index = options.rows.ignore_index
     if target is None:
         # Any number but ignore_index.
-        target = torch.full(x.shape[:-1], options.ignore_index + 1, device=x.device)
+        target = torch.full(x.shape[:-1], ignore_index + 1, device=x.device)
     check_teacher(x, weight, bias, target, teacher, options)
-    rows = CountedRows.of(x, weight, bias, target, teacher, options)
+    rows, teacher = counted_rows(x, weight, bias, target, teacher, options.rows)
     softcaps = options.softcap or 0.0, options.teacher_softcap or 0.0
     if is_transformed():
-        form = Form(*options[:3], *softcaps, ignore_index=options.ignore_index)
-        return rows.bounded(reference_divergence(*rows.logits(), rows.labels, form).sum() / rows.divisor)
+        form = Form(*options[:3], *softcaps, ignore_index=ignore_index)
+        losses = reference_divergence(rows.logits(), functional.linear(*teacher), rows.labels, form)
+        return rows.bounded(losses.sum() / rows.divisor)
     loss, *_ = _LinearDivergence.apply(
-        *rows.arguments(), *options[:3], *map(float, softcaps), options.ignore_index,
-        *rows.pass_settings(options),
+        *rows.arguments(), teacher.weight, teacher.bias, *options[:3], *map(float, softcaps), ignore_index,
+        *rows.pass_settings(options.rows, heads=2),
     )  # fmt: skip
     return rows.finished(loss)
 
 
-class CountedRows(NamedTuple):
-    """The rows of a student and of a teacher that count, in one dtype.
-
-    beyond: NaN if there are more than `max_targets`; None where all are here.
-    """
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    labels: Tensor
-    teacher: Teacher
-    divisor: Tensor
-    beyond: Tensor | None
-
-    @classmethod
-    def of(
-        cls,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,
-        teacher: Teacher,
-        options: TeacherOptions,
-    ) -> CountedRows:
-        """Raises ValueError if the dtypes do not fit."""
-        x, weight, bias = autocast(x, weight, bias)
-        teacher = Teacher(*autocast(*teacher))
-        check_dtypes(x, weight, bias)
-        check_dtypes(*teacher, prefix="teacher_")
-        if teacher.x.dtype != x.dtype:
-            raise ValueError(f"teacher_x is {teacher.x.dtype} and x is {x.dtype}: cast one of them")
-        labels, rows, teacher_rows = target.reshape(-1).contiguous(), x.flatten(0, -2), teacher.x.flatten(0, -2)
-        divisor = row_divisor(labels, options.ignore_index, options.reduction, options.num_items, accumulator(x.dtype))
-        kept, beyond = kept_rows(labels, options.ignore_index, options.max_targets), None
-        if kept is not None:
-            beyond = nan_beyond(labels, options.ignore_index, kept.shape[0])
-            rows, teacher_rows, labels = rows.index_select(0, kept), teacher_rows.index_select(0, kept), labels[kept]
-        return cls(rows, weight, bias, labels, teacher._replace(x=teacher_rows), divisor, beyond)
-
-    def logits(self) -> tuple[Tensor, Tensor]:
-        """The student's and the teacher's."""
-        return functional.linear(self.x, self.weight, self.bias), functional.linear(*self.teacher)
-
-    def arguments(self) -> tuple[Tensor | None, ...]:
-        """The tensors that an operator takes first."""
-        # In fp16, gradients over the number of rows underflow unless the loss scale multiplies them before.
-        divisor = torch.ones_like(self.divisor) if self._divides_late else self.divisor
-        return divisor, self.x, self.weight, self.bias, self.labels, *self.teacher
-
-    def pass_settings(self, options: TeacherOptions) -> tuple[Any, ...]:
-        """What an operator takes last."""
-        memory = logits_bytes(self.x, options.chunk_bytes, tensors=2), options.accumulate == "exact"
-        return *memory, *wanted_gradients(self.x, self.weight, self.bias)
-
-    def finished(self, loss: Tensor) -> Tensor:
-        """What the operator gave for `arguments`, as the caller wants it."""
-        return self.bounded(loss / self.divisor if self._divides_late else loss)
-
-    def bounded(self, loss: Tensor) -> Tensor:
-        """NaN if rows are missing."""
-        return loss if self.beyond is None else loss * self.beyond
-
-    @property
-    def _divides_late(self) -> bool:
-        return self.x.dtype == torch.float16
+def counted_rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, teacher: Teacher, options: RowOptions
+) -> tuple[CountedRows, Teacher]:
+    """The rows of both that count. Raises ValueError if the dtypes do not fit."""
+    teacher = Teacher(*autocast(*teacher))
+    check_dtypes(*teacher, prefix="teacher_")
+    rows = CountedRows.of(x, weight, bias, target, (teacher.x,), options)
+    if teacher.x.dtype != rows.x.dtype:
+        raise ValueError(f"teacher_x is {teacher.x.dtype} and x is {rows.x.dtype}: cast one of them")
+    return rows, teacher._replace(x=rows.beside[0])
 
 
 def check_teacher(
@@ -327,11 +266,11 @@ def check_teacher(
     check_devices(x, weight, target, bias, *teacher)
     if any(t is not None and t.requires_grad for t in teacher):
         raise ValueError("the teacher's tensors get no gradient: detach them")
-    if options.reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction {options.reduction!r} must be mean or sum")
+    if options.rows.reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction {options.rows.reduction!r} must be mean or sum")
     for name, softcap in (("softcap", options.softcap), ("teacher_softcap", options.teacher_softcap)):
         if softcap is not None and not softcap > 0.0:
             raise ValueError(f"{name} {softcap} must be positive; leave it out for none")
-    check_options(0.0, None, options.reduction, options.num_items)
+    check_options(0.0, None, options.rows.reduction, options.rows.num_items)
     check_temperature(options.temperature)
-    check_memory_options(options.accumulate, options.chunk_bytes, options.max_targets)
+    check_memory_options(options.rows.accumulate, options.rows.chunk_bytes, options.rows.max_targets)

@@ -12,28 +12,22 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from .._launch import accumulator, describe
 from .._operator import is_transformed, operator
 from ..cross_entropy.reduction import check_options
 from ..cross_entropy.row_statistics import Options
-from ..divergence.given_logits import check_temperature, row_divisor
+from ..divergence.given_logits import check_temperature
 from ..head.head_arguments import (
     Accumulate,
-    autocast,
     check_devices,
-    check_dtypes,
     check_head,
     check_memory_options,
     check_target,
-    kept_rows,
-    logits_bytes,
-    nan_beyond,
-    wanted_gradients,
 )
 from ..head.head_pass import Wanted
 from ..head.vocabulary_parallel import is_dtensor
+from .counted_rows import CountedRows, RowOptions
 from .row_divergences import PassSettings, topk_and_gradients
 from .summed_divergence import SummedDivergence
 
@@ -117,32 +111,21 @@ def linear_topk_kl_div(
     check_options(0.0, softcap, reduction, num_items)
     check_temperature(temperature)
     check_memory_options(accumulate, chunk_bytes, max_targets)
-    x, weight, bias = autocast(x, weight, bias)
-    check_dtypes(x, weight, bias)
-
-    dtype = accumulator(x.dtype)
-    rows, labels = [x.flatten(0, -2), tokens.flatten(0, -2), log_probs.flatten(0, -2).to(dtype)], target.flatten()
-    divisor = row_divisor(labels, ignore_index, reduction, num_items, dtype)
-    kept = kept_rows(labels, ignore_index, max_targets)
-    factor: Tensor | float = 1.0
-    if kept is not None:
-        factor = nan_beyond(labels, ignore_index, kept.shape[0])
-        rows, labels = [t.index_select(0, kept) for t in rows], labels[kept]
+    options = RowOptions(ignore_index, reduction, num_items, max_targets, accumulate, chunk_bytes)
+    beside = tokens, log_probs.to(accumulator(x.dtype))
+    rows = CountedRows.of(x, weight, bias, target, beside, options)
     if is_transformed():
-        z = functional.linear(rows[0], weight, bias).to(dtype)
+        tokens, log_probs = rows.beside
+        z = rows.logits().to(log_probs.dtype)
         z = softcap * torch.tanh(z / softcap) if softcap else z
-        log_p = (z / temperature).log_softmax(-1).gather(1, rows[1])
-        terms = rows[2].exp() * (rows[2] - log_p).masked_fill(rows[2] == -torch.inf, 0.0)
-        return terms.where((labels != ignore_index)[:, None], 0.0).sum() / divisor * factor
-    # In fp16, gradients over the number of rows underflow unless the loss scale multiplies them before.
-    late = x.dtype == torch.float16
-    loss: Tensor
+        log_p = (z / temperature).log_softmax(-1).gather(1, tokens)
+        terms = log_probs.exp() * (log_probs - log_p).masked_fill(log_probs == -torch.inf, 0.0)
+        loss = terms.where((rows.labels != ignore_index)[:, None], 0.0).sum() / rows.divisor
+        return rows.bounded(loss)
     loss, *_ = _LinearTopK.apply(
-        torch.ones_like(divisor) if late else divisor, rows[0], weight, bias, labels.contiguous(), *rows[1:],
-        float(temperature), float(softcap or 0.0), ignore_index, logits_bytes(x, chunk_bytes), accumulate == "exact",
-        *wanted_gradients(rows[0], weight, bias),
-    )  # fmt: skip
-    return (loss / divisor if late else loss) * factor if late or kept is not None else loss
+        *rows.arguments(), float(temperature), float(softcap or 0.0), ignore_index, *rows.pass_settings(options)
+    )
+    return rows.finished(loss)
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, tokens: Tensor, log_probs: Tensor) -> None:

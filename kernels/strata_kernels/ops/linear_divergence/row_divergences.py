@@ -109,7 +109,7 @@ class _Distillation:
         target, loss = self._target[rows], self._loss[rows]
         largest, log_sum = (torch.empty_like(loss) for _ in range(2))
         cross_entropy_rows(z, target, None, loss, self._options, False, largest=largest, log_sum=log_sum)
-        labels = None if self._scale is None else Labels(self._scale[rows], largest, log_sum)
+        labels = None if self._scale is None else Labels(self._scale[rows], largest, log_sum, z.shape[1])
         both = self._divergence.overwrite(z, rows, labels)
         if both == z.shape[1] or not self._gradient:
             return

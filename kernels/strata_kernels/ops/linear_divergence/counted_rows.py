@@ -1,0 +1,99 @@
+"""The rows of a head that count, as the operators of divergences over a head take them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .._launch import accumulator
+from ..divergence.given_logits import row_divisor
+from ..head.head_arguments import (
+    Accumulate,
+    autocast,
+    check_dtypes,
+    kept_rows,
+    logits_bytes,
+    nan_beyond,
+    wanted_gradients,
+)
+
+
+class RowOptions(NamedTuple):
+    """Which rows count, what divides their sum, and how much memory their logits take, as a function is called."""
+
+    ignore_index: int
+    reduction: Literal["mean", "sum"]
+    num_items: int | Tensor | None
+    max_targets: int | None
+    accumulate: Accumulate
+    chunk_bytes: int | None
+
+
+class CountedRows(NamedTuple):
+    """The rows of a student that count.
+
+    x, weight, bias: [N, H], [V, H] and [V], of one dtype.
+    labels: [N].
+    beside: what these rows have beside x, each [N, ...].
+    divisor: of the sum of their losses.
+    beyond: NaN if there are more rows than `max_targets`; None where all are here.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    labels: Tensor
+    beside: tuple[Tensor, ...]
+    divisor: Tensor
+    beyond: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        beside: tuple[Tensor, ...],
+        options: RowOptions,
+    ) -> CountedRows:
+        """x, target and what is beside them have any leading shape. Raises ValueError if the dtypes do not fit."""
+        x, weight, bias = autocast(x, weight, bias)
+        check_dtypes(x, weight, bias)
+        labels, rows = target.reshape(-1).contiguous(), [t.flatten(0, -2) for t in (x, *beside)]
+        divisor = row_divisor(labels, options.ignore_index, options.reduction, options.num_items, accumulator(x.dtype))
+        kept, beyond = kept_rows(labels, options.ignore_index, options.max_targets), None
+        if kept is not None:
+            beyond = nan_beyond(labels, options.ignore_index, kept.shape[0])
+            rows, labels = [t.index_select(0, kept) for t in rows], labels[kept]
+        return cls(rows[0], weight, bias, labels, tuple(rows[1:]), divisor, beyond)
+
+    def logits(self) -> Tensor:
+        """The student's."""
+        return functional.linear(self.x, self.weight, self.bias)
+
+    def arguments(self) -> tuple[Tensor | None, ...]:
+        """The tensors that an operator takes first."""
+        # In fp16, gradients over the number of rows underflow unless the loss scale multiplies them before.
+        divisor = torch.ones_like(self.divisor) if self._divides_late else self.divisor
+        return divisor, self.x, self.weight, self.bias, self.labels, *self.beside
+
+    def pass_settings(self, options: RowOptions, heads: int = 1) -> tuple[Any, ...]:
+        """What an operator takes last, for the logits of so many heads at a time."""
+        memory = logits_bytes(self.x, options.chunk_bytes, tensors=heads), options.accumulate == "exact"
+        return *memory, *wanted_gradients(self.x, self.weight, self.bias)
+
+    def finished(self, loss: Tensor) -> Tensor:
+        """What the operator gave for `arguments`, as the caller wants it."""
+        return self.bounded(loss / self.divisor if self._divides_late else loss)
+
+    def bounded(self, loss: Tensor) -> Tensor:
+        """NaN if rows are missing."""
+        return loss if self.beyond is None else loss * self.beyond
+
+    @property
+    def _divides_late(self) -> bool:
+        return self.x.dtype == torch.float16
