@@ -8,9 +8,10 @@ from typing import Any
 
 # A kernel is of the first kind whose pattern its name has.
 KINDS = {
-    "matrix products": r"nvjet|gemm|cutlass|xmma|splitK|cublas",
+    # The last are those of experts.
+    "matrix products": r"nvjet|gemm|cutlass|xmma|splitK|cublas|^rows_kernel|^weight_bwd_kernel",
     "attention": r"flash|fmha|sdpa|cudnn",
-    "optimizer": r"^step_kernel|^scalars_kernel|FusedAdam|adam",
+    "optimizer": r"^step_kernel|^scalars_kernel|^eight_bits_kernel|FusedAdam|adam",
     "norm and clipping of gradients": r"LpNorm|lpnorm|norm_kernel.*reduce|multi_tensor_apply",
     "copies and fills": r"[Mm]emcpy|[Mm]emset|FillFunctor",
 }

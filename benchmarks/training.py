@@ -153,8 +153,8 @@ class Run:
             "topology": {"nproc_per_node": self.processes},
         }
         for path, value in self.fields.items():
-            section, _, name = path.partition(".")
-            base.setdefault(section, {})[name] = value
+            section, _, name = path.rpartition(".")
+            (base.setdefault(section, {}) if section else base)[name] = value
         return RunSpec.model_validate(base)
 
     def label(self) -> str:
@@ -285,7 +285,7 @@ def measure(run: Session, data: PreparedData, untimed: int, *, profiler: Any = N
     in_fp8 = saves_frozen_weights(run.spec)
     if whole and not in_fp8:
         materialize(model, device)
-        torch.manual_seed(0)
+        torch.manual_seed(run.spec.seed)
         for parameter in model.parameters():
             _randomize(parameter.data)
     # The strategy moves them: packed weights are packed when they move, under fsdp when they are handed out.
@@ -315,7 +315,8 @@ def measure(run: Session, data: PreparedData, untimed: int, *, profiler: Any = N
             # Not of the last, at whose end a run looks at all weights.
             left = run.spec.training.steps - len(ends)
             if profiler is not None and left in (1, 2):
-                torch.cuda.synchronize(device)
+                if gpu:
+                    torch.cuda.synchronize(device)
                 (profiler.stop if left == 1 else profiler.start)()
 
         job.end_step = end_and_note  # type: ignore[method-assign]
