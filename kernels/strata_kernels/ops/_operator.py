@@ -41,6 +41,7 @@ from torch.autograd import function as torch_function
 
 from ._launch import is_recording
 from ._launch_cache import TENSOR_TYPES, cache_key, run_cached
+from .recompute import note_results
 
 _library = torch.library.Library("strata", "FRAGMENT")  # type: ignore[no-untyped-call]
 
@@ -55,6 +56,9 @@ class Operator:
         fake tensors take `forward` instead, so that the plan is made of its host code.
     setup_context, backward: as in `torch.autograd.Function`; both, or neither for an operator without a derivative.
     vmap: (info, in_dims, *inputs), as in `torch.autograd.Function`; None for a loop over the batch.
+    recomputed: how many of the first outputs `recomputing` may compute again; none of them is saved by `setup_context`.
+    keeps_inputs: whether `setup_context` saves the inputs that they are made of. Otherwise they are computed again only
+        if the first inputs, as many as `recomputed`, can be, too.
     apply: calls the operator, with positional arguments only. `@operator` sets it.
     """
 
@@ -63,6 +67,8 @@ class Operator:
     setup_context: ClassVar[Callable[..., None] | None] = None
     backward: ClassVar[Callable[..., Any] | None] = None
     vmap: ClassVar[Callable[..., Any] | None] = None
+    recomputed: ClassVar[int] = 0
+    keeps_inputs: ClassVar[bool] = True
     apply: ClassVar[Callable[..., Any]]
 
 
@@ -135,10 +141,13 @@ def _define_autograd(name: str, overload: Callable[..., Any], parts: type[Operat
 def _node(name: str, run: Callable[..., Any], parts: type[Operator]) -> Callable[..., Any]:
     """`run` as a node of the autograd graph, with the setup_context and backward of `parts`."""
     setup_context, backward = parts.setup_context, parts.backward
+    recomputed, keeps_inputs = parts.recomputed, parts.keeps_inputs
     assert setup_context is not None and backward is not None
 
     def forward(ctx: Any, *args: Any) -> Any:
         output = run(*args)
+        if recomputed:
+            note_results(run, args, output, recomputed, keeps_inputs)
         setup_context(ctx, args, output)
         return output
 

@@ -5,14 +5,16 @@ CUDA graph launches all of them at once. Two graphs are captured for each shape 
 every framework replays them where it would compute the loss and call `backward`.
 
 All graphs share one memory pool, and nothing in it outlives a step: activations and gradients of every graph lie in the
-same memory, as without graphs.
+same memory, as without graphs. Results of norms and rotations are recomputed in the backward pass instead of being
+kept: the host, for which that is work, does it once.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from strata_kernels.ops.recompute import recomputing
 from strata_platform.spec import RunSpec
 from strata_platform.spec.cuda_graph_rules import cuda_graph_rules
 from strata_platform.spec.training import Training
@@ -95,6 +98,8 @@ class CudaGraphs:
         self.unit = objective.unit
         self._always = training.cuda_graphs is True
         self._accumulates = training.gradient_accumulation_steps > 1
+        # Compiled layers decide by themselves what they keep.
+        self._context: Callable[[], AbstractContextManager[None]] = nullcontext if training.compile else recomputing
         self._timer = _HostTimer()
         self._warmup = _WARMUP
         self._seen: set[_Shape] = set()
@@ -140,7 +145,7 @@ class CudaGraphs:
             return self._objective.micro_batch_loss(model, batch, items, max_targets)
         if self._warmup:
             self._warmup -= 1
-            with self._timer:
+            with self._timer, self._context():
                 loss = self._objective.micro_batch_loss(model, batch, items, max_targets)
             if not self._warmup:
                 self._decide()
@@ -155,7 +160,8 @@ class CudaGraphs:
             if shape not in self._seen or len(self._graphs) == _MOST_GRAPHS:
                 # The first of a shape may compile kernels, which a capture must not.
                 self._seen.add(shape)
-                return self._objective.micro_batch_loss(model, batch, items, max_targets)
+                with self._context():
+                    return self._objective.micro_batch_loss(model, batch, items, max_targets)
             self._capture(shape, model, batch, items, max_targets)
             if self._off:
                 return self._objective.micro_batch_loss(model, batch, items, max_targets)
@@ -175,7 +181,8 @@ class CudaGraphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         try:
-            self._graphs[shape] = _Graphs.capture(self._objective, model, batch, items, max_targets, self._pool)
+            with self._context():
+                self._graphs[shape] = _Graphs.capture(self._objective, model, batch, items, max_targets, self._pool)
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
             if self._always:

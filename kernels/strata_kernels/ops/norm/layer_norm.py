@@ -54,6 +54,8 @@ class _LayerNormBackward(Operator):
 class _LayerNorm(Operator):
     """y and the statistics that the backward pass needs."""
 
+    recomputed = 1
+
     @staticmethod
     def forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
         y, _, stats = norm_forward(x, None, weight, bias, eps, 0.0, _CAST, center=True)

@@ -53,6 +53,8 @@ class _RMSNormBackward(Operator):
 class _RMSNorm(Operator):
     """y and the statistics that the backward pass needs."""
 
+    recomputed = 1
+
     @staticmethod
     def forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str) -> tuple[Tensor, Tensor]:
         y, _, stats = norm_forward(x, None, weight, None, eps, offset, cast, center=False)

@@ -195,6 +195,8 @@ class _QKNormRopeBackward(Operator):
 class _QKNormRope(Operator):
     """q and k normalized and rotated."""
 
+    recomputed = 2
+
     @staticmethod
     def forward(
         q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, offset: float, cast: str, *fields: Any

@@ -109,6 +109,9 @@ def rope_triton(q: Tensor, k: Tensor, inverse: bool, cos_sin: CosSin) -> tuple[T
 class _Rope(Operator):
     """q and k rotated; its own backward operator, with the other `inverse`."""
 
+    recomputed = 2
+    keeps_inputs = False
+
     @staticmethod
     def forward(q: Tensor, k: Tensor, inverse: bool, *fields: Any) -> tuple[Tensor, Tensor]:
         cos_sin = CosSin(*fields)
