@@ -27,7 +27,7 @@ from .shard import Shard
 from .step_plan import Hyperparameters, Rounding, _as_two_fp32, _constants
 
 # Blocks of a program, and its warps.
-_BLOCKS, _WARPS = 1, 1
+_BLOCKS, _WARPS = 8, 4
 # Blocks that the reference takes at a time.
 _AT_ONCE = 2**14
 _DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -106,7 +106,7 @@ def _step_by_kernel(
         scalars.size, scalars.inverse, constants.decay, constants.beta1, constants.rest1, constants.rest2,
         constants.eps,
         W=_DTYPES[weight.dtype], G=_DTYPES[gradient.dtype], ROUNDING=hyper.rounding, BLOCKS=_BLOCKS,
-        FAST=weight.device.type != "cpu", num_warps=_WARPS,
+        MASKED=blocks % _BLOCKS != 0, FAST=weight.device.type != "cpu", num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def _step_by_reference(
 
 
 def _cell(x: Tensor, first: int) -> Tensor:
-    """As the kernel's."""
+    """The number of the cell whose middle is nearest to magnitudes x in [0, 1]; the first decade has `first` cells."""
     decade = (x.log2() * LOG10_2 + DECADES).floor_().clamp_(0, DECADES - 1)
     low = first * decade.exp2()
     cell = x * (first * CELLS) * (-LOG2_5 * decade).exp2() + low * NINTHS
