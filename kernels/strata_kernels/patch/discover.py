@@ -8,7 +8,8 @@ where the place of a rounding decides which variant of a norm it is. What is not
 reason.
 
 The copies live on the CPU, so the answer is the same for a model on any device, meta too. A model of a hundred layers
-has as many proofs as it has kinds of modules: two to five in the tested families, of some ten milliseconds each.
+has as many proofs as it has kinds of modules: two to ten in the tested families, a second of one core in all.
+`proofs` keeps them for later calls and processes.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from .discover_experts import has_experts, prove_experts
 from .discover_head import prove_head
 from .discover_rope import prove_rope, rotations_of
 from .forwards import mlp_forward, norm_forward
+from .proofs import PLACES, digest_of, keep, recall
 from .small_copy import (
     INTERNALS,
     SHAPE,
@@ -58,10 +60,12 @@ class Found:
     Attributes:
         replacements: operator → (path, module, what replaces its forward).
         kept: operator → why modules that looked like it keep their own code, one sentence for each class.
+        proofs: those that were made, and those that an earlier call or process had made.
     """
 
     replacements: dict[str, list[tuple[str, nn.Module, Recipe]]]
     kept: dict[str, tuple[str, ...]]
+    proofs: tuple[int, int] = (0, 0)
 
 
 def discover(model: nn.Module, operators: Iterable[str]) -> Found:
@@ -70,6 +74,7 @@ def discover(model: nn.Module, operators: Iterable[str]) -> Found:
     kept: dict[str, dict[str, None]] = {}
     wanted = set(operators)
     proofs: dict[Any, Recipe | NotEqual] = {}
+    recalled = 0
     with plain_pytorch():
         for path, module in model.named_modules():
             for operator, prove in _candidates(module, model):
@@ -79,7 +84,10 @@ def discover(model: nn.Module, operators: Iterable[str]) -> Found:
                     continue
                 key = operator, _looks(module)
                 if key not in proofs:
-                    proofs[key] = _proof(prove)
+                    digest = digest_of(operator, module, model)
+                    known = recall(digest) if digest else None
+                    recalled += known is not None
+                    proofs[key] = known or _proof(prove, digest)
                 found = proofs[key]
                 if isinstance(found, NotEqual):
                     # What is called a layer norm and is none is no RMSNorm that was missed.
@@ -90,6 +98,7 @@ def discover(model: nn.Module, operators: Iterable[str]) -> Found:
     return Found(
         {name: replacements[name] for name in OPERATORS if name in replacements and name in wanted},
         {name: tuple(kept[name]) for name in OPERATORS if name in kept},
+        (len(proofs) - recalled, recalled),
     )
 
 
@@ -110,14 +119,19 @@ def plain_pytorch() -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
-def _proof(prove: Callable[[], Recipe]) -> Recipe | NotEqual:
+def _proof(prove: Callable[[], Recipe], digest: str | None) -> Recipe | NotEqual:
+    """What `prove` finds, kept under `digest` for the next time."""
+    result: Recipe | NotEqual
     try:
-        return prove()
+        result = prove()
     except NotEqual as reason:
-        return reason
+        result = reason
     except Exception as error:
-        # Foreign code, run apart from the model that it is written for.
+        # Foreign code, run apart from the model that it is written for. Another time it may run.
         return NotEqual(f"cannot be run alone: {' '.join(str(error).split())}")
+    if digest:
+        keep(digest, result)
+    return result
 
 
 def _operator_of(recipe: Recipe, looked_for: str) -> str:
@@ -128,10 +142,7 @@ def _operator_of(recipe: Recipe, looked_for: str) -> str:
 
 def _looks(module: nn.Module) -> Any:
     """What a proof depends on: the class of one module, its attributes, the sizes of its weights, and its children."""
-    attributes = {name: _as_text(value) for name, value in vars(module).items() if name not in INTERNALS}
-    # The index of a layer, and how its weights are stored, change nothing that is proven here.
-    attributes.pop("layer_idx", None)
-    attributes.pop("restore_weight", None)
+    attributes = {name: _as_text(value) for name, value in vars(module).items() if name not in INTERNALS | PLACES}
     tensors = {
         name: tuple(p.shape) for name, p in (*module._parameters.items(), *module._buffers.items()) if p is not None
     }

@@ -41,6 +41,7 @@ class PatchReport:
         unsupported: the activations, where the table's row has a feed-forward layer of another kind.
         kept: operator → why modules that it could have replaced keep their own code.
         by_structure: whether the modules were found by what they compute, as the table has no row for the family.
+        proofs: how many proofs of equality were made for that, and how many were there from an earlier call or process.
     """
 
     model_type: str
@@ -49,11 +50,18 @@ class PatchReport:
     unsupported: tuple[str, ...]
     kept: dict[str, tuple[str, ...]] = field(default_factory=dict)
     by_structure: bool = False
+    # How an answer was come by makes it no other one.
+    proofs: tuple[int, int] = field(default=(0, 0), compare=False)
 
     @property
     def counts(self) -> dict[str, int]:
         """Operator → number of modules that run it."""
         return {operator: len(paths) for operator, paths in self.replaced.items()}
+
+    def proof_summary(self) -> str:
+        """One line for logs: `proofs of equality: 2 made now, 5 from an earlier start`."""
+        made, recalled = self.proofs
+        return f"proofs of equality: {made} made now, {recalled} from an earlier start"
 
     def summary(self) -> str:
         """One line for logs: `llama: rms_norm x5, rope x2, swiglu x2, linear_cross_entropy x1`."""
@@ -129,6 +137,7 @@ def patch_model(model: nn.Module, *, exclude: Iterable[str] = (), require_all: b
         unsupported=row.unsupported if row else (),
         kept={name: tuple(reasons) for name, reasons in kept.items()},
         by_structure=row is None,
+        proofs=found.proofs,
     )
 
 

@@ -16,12 +16,12 @@ import os
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache as cached
 from pathlib import Path
 
 import torch
 import triton
 
+from ..source_hash import source_hash
 from . import triton_cache
 from .store import ArchiveKind
 
@@ -62,20 +62,10 @@ def environment() -> str:
     the targets of the compilation: the current GPU and the processor.
     """
     release = torch.__version__.partition("+")[0]
-    build = f"{torch.__version__} {torch.version.git_version} {triton.__version__} {sources(_SOURCES)}"
+    build = f"{torch.__version__} {torch.version.git_version} {triton.__version__} {source_hash(_SOURCES)}"
     device = torch.cuda.get_device_name().replace(" ", "-") if torch.cuda.is_available() else "cpu"
     interface = str(sysconfig.get_config_var("SOABI"))
     return f"torch-{release}-{_short(build)}/{interface}-{device}-{_short(_processor())}"
-
-
-@cached
-def sources(folder: Path) -> str:
-    """A hash of the Python files in a folder, or of one file."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")) if folder.is_dir() else [folder]:
-        text = path.read_bytes()
-        digest.update(f"{path.relative_to(folder.parent)} {len(text)}\n".encode() + text)
-    return digest.hexdigest()
 
 
 def read(folder: Path) -> triton_cache.Files:

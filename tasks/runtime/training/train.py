@@ -473,6 +473,8 @@ def _log_summary(run: Session, step: TrainingStep, steps: int, resume_from: Path
         log.log(logging.WARNING if missing else logging.INFO, "recurrent layers: %d %s%s", len(recurrent), names, slow)
     unfused = patched is not None and not patched.replaced
     log.log(logging.WARNING if unfused else logging.INFO, "kernels: %s", patched.summary() if patched else "off")
+    if patched is not None and patched.by_structure:
+        log.info("kernels: %s", patched.proof_summary())
     log.info(
         "training: %d steps of %d rows, up to %s tokens, in %d forward passes, %s",
         steps,

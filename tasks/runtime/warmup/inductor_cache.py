@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from threading import Thread
 
+from strata_kernels.source_hash import source_hash
 from strata_kernels.warmup import graph_cache
 from strata_kernels.warmup.blob_storage import FolderStorage
 from strata_kernels.warmup.store import Store
@@ -99,7 +100,7 @@ def graphs_key(spec: RunSpec) -> str:
         "sequence_length": spec.data.sequence_length,
         # Processes of a pod have separate graphs, because a graph contains the GPU's index.
         "processes": spec.topology.nproc_per_node,
-        "layers": graph_cache.sources(_LAYERS),
+        "layers": source_hash(_LAYERS),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from strata_kernels.source_hash import source_hash
 from strata_kernels.warmup import graph_cache
 from strata_kernels.warmup.blob_storage import FolderStorage
 from strata_kernels.warmup.store import RejectedArchive, Store, pack, unpack
@@ -201,10 +202,10 @@ def test_the_sources_of_operators_are_part_of_the_environment(tmp_path, monkeypa
     """Their backward formulas are in the graphs, and in no key of PyTorch's."""
     before = graph_cache.environment()
     (tmp_path / "op.py").write_text("y = 1")
-    first = graph_cache.sources(tmp_path)
-    graph_cache.sources.cache_clear()
+    first = source_hash(tmp_path)
+    source_hash.cache_clear()
     (tmp_path / "op.py").write_text("y = 2")
-    assert graph_cache.sources(tmp_path) != first
+    assert source_hash(tmp_path) != first
     monkeypatch.setattr(graph_cache, "_SOURCES", tmp_path)
     assert graph_cache.environment() != before
 

@@ -1,0 +1,223 @@
+"""Proofs of `discover` that were made before: in this process, or in an earlier one that wrote them to disk.
+
+A proof is found again by what it depends on: the code of the module's class, of its bases and of what they call, the
+module's attributes and sizes, the sources of this package, and the versions of Python, PyTorch and transformers. So a
+family that changes is proven again, and so is one in which a function was replaced while the process runs. Proofs of
+classes that are written elsewhere, such as custom code of the Hub, are not kept.
+
+On disk, proofs are small JSON files in a hidden folder of Triton's cache directory, beside the kernels that they decide
+about. A file that cannot be read or written costs a proof, nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import sys
+from dataclasses import asdict
+from hashlib import sha256
+from importlib import import_module
+from pathlib import Path
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..source_hash import source_hash
+from .small_copy import INTERNALS, NotEqual
+from .structure import original_class
+from .table import Experts, Head, Mlp, Norm, Recipe, Rope
+
+_log = logging.getLogger(__name__)
+
+_FOLDER = ".strata-proofs"
+_PACKAGE = Path(__file__).parents[1]
+_RECIPES: dict[str, type[Any]] = {cls.__name__: cls for cls in (Norm, Mlp, Experts, Rope, Head)}
+# Whose code the version stands for. The modeling files of transformers are read, as some edit them.
+_RELEASED = frozenset({"torch", "transformers", *sys.stdlib_module_names})
+_READ = "transformers.models."
+# Of a module, which change nothing that is proven: its place, and how its weights are stored.
+PLACES = frozenset({"layer_idx", "restore_weight"})
+
+_known: dict[str, Recipe | NotEqual] = {}
+
+
+class _Foreign(Exception):
+    """Something whose code or value cannot be told apart from others in another process."""
+
+
+def digest_of(operator: str, module: nn.Module, model: nn.Module) -> str | None:
+    """What the proof that `module`, a part of `model`, computes `operator` depends on; None if that cannot be told."""
+    reader = _Reader()
+    try:
+        reader.module(module)
+        for child in module.children():
+            # What stands in the place of a linear layer is replaced by one in a proof.
+            if not hasattr(child, "in_features"):
+                reader.cls(original_class(child))
+        if operator == "rope":
+            for part in model.modules():
+                if "Rotary" in original_class(part).__name__:
+                    reader.module(part)
+    except _Foreign as reason:
+        _log.debug("%s: the proof of %s is not kept: %s", type(module).__name__, operator, reason)
+        return None
+    versions = (sys.version, torch.__version__, import_module("transformers").__version__, source_hash(_PACKAGE))
+    return sha256("\n".join((operator, *versions, *reader.lines)).encode()).hexdigest()
+
+
+def recall(digest: str) -> Recipe | NotEqual | None:
+    """The result of a proof that was made before; None if there was none."""
+    if digest not in _known:
+        try:
+            _known[digest] = _from_json(json.loads(_file(digest).read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+            _log.debug("%s is proven again: %s", _file(digest), error)
+            return None
+    return _known[digest]
+
+
+def keep(digest: str, result: Recipe | NotEqual) -> None:
+    """Keep the result of a proof, on disk too if its folder can be written."""
+    _known[digest] = result
+    path = _file(digest)
+    temporary = path.with_name(f".{digest}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(_to_json(result)), encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        _log.debug("%s is not written: %s", path, error)
+
+
+def _file(digest: str) -> Path:
+    directory = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
+    return Path(directory, _FOLDER, f"{digest}.json")
+
+
+def _to_json(result: Recipe | NotEqual) -> dict[str, Any]:
+    if isinstance(result, NotEqual):
+        return {"kept": str(result)}
+    fields = asdict(result)
+    if isinstance(result, Head) and result.output is not None:
+        fields["output"] = [result.output.__module__, result.output.__name__]
+    return {"recipe": type(result).__name__, "fields": fields}
+
+
+def _from_json(text: dict[str, Any]) -> Recipe | NotEqual:
+    if "kept" in text:
+        return NotEqual(text["kept"])
+    fields = dict(text["fields"])
+    if "functions" in fields:
+        fields["functions"] = tuple((name, kind) for name, kind in fields["functions"])
+    if fields.get("output") is not None:
+        module, name = fields["output"]
+        if not module.startswith("transformers."):
+            raise ValueError(f"{module} is not a module of transformers")
+        fields["output"] = getattr(import_module(module), name)
+    recipe: Recipe = _RECIPES[text["recipe"]](**fields)
+    return recipe
+
+
+class _Reader:
+    """Writes down modules, classes and functions as lines that are the same in every process."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._seen: set[int] = set()
+
+    def module(self, module: nn.Module) -> None:
+        """The class of a module, its attributes, the sizes of its weights, and its children as they print."""
+        self.cls(original_class(module))
+        attributes = {name: value for name, value in vars(module).items() if name not in INTERNALS | PLACES}
+        for name in sorted(attributes):
+            self._value(name, attributes[name])
+        for kind, tensors in (("weight", module._parameters), ("buffer", module._buffers)):
+            for name, tensor in tensors.items():
+                self.lines.append(f"{kind} {name} {None if tensor is None else list(tensor.shape)}")
+        children = repr(module._modules)
+        if " at 0x" in children:
+            raise _Foreign("a child prints its address")
+        self.lines.append(children)
+
+    def cls(self, cls: type) -> None:
+        """The code of a class and of its bases."""
+        for base in cls.__mro__:
+            self.lines.append(f"class {base.__module__}.{base.__qualname__}")
+            if not _is_read(base.__module__) or id(base) in self._seen:
+                continue
+            self._seen.add(id(base))
+            for name, value in sorted(vars(base).items()):
+                inner = getattr(value, "fget", None) or getattr(value, "__func__", value)
+                if isinstance(inner, FunctionType | type) or _is_plain(inner):
+                    self._value(name, inner)
+
+    def _value(self, name: str, value: Any) -> None:
+        if isinstance(value, FunctionType):
+            self.lines.append(name)
+            self._function(value)
+        elif isinstance(value, type):
+            self.lines.append(f"{name} class {value.__module__}.{value.__qualname__}")
+        elif _is_plain(value):
+            self.lines.append(f"{name} {value!r}")
+        elif isinstance(value, tuple | list | set | frozenset):
+            self.lines.append(f"{name} {type(value).__name__} {len(value)}")
+            ordered = value if isinstance(value, tuple | list) else sorted(value, key=repr)
+            for number, item in enumerate(ordered):
+                self._value(str(number), item)
+        elif isinstance(value, dict):
+            self.lines.append(f"{name} dict {len(value)}")
+            for key in sorted(value, key=repr):
+                self._value(repr(key), value[key])
+        elif callable(getattr(value, "to_dict", None)):
+            # A configuration. The same model in another folder has the same proofs.
+            fields = {k: v for k, v in value.to_dict().items() if k not in ("_name_or_path", "name_or_path")}
+            self._value(f"{name} {type(value).__name__}", fields)
+        else:
+            raise _Foreign(f"{name} is a {type(value).__name__}")
+
+    def _function(self, function: FunctionType) -> None:
+        """The code of a function, and of the functions that it calls by their names."""
+        home = function.__globals__.get("__name__", "")
+        self.lines.append(f"def {home}.{function.__qualname__}")
+        if id(function) in self._seen:
+            return
+        self._seen.add(id(function))
+        inside = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+        for value in (getattr(function, "__wrapped__", None), *inside):
+            if isinstance(value, FunctionType):
+                self._function(value)
+        if _is_read(home):
+            defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items())
+            self.lines.append(repr([value for value in defaults if _is_plain(value)]))
+            self._code(function.__code__, function.__globals__)
+
+    def _code(self, code: CodeType, names: dict[str, Any]) -> None:
+        self.lines.append(f"{code.co_code.hex()} {code.co_names} {code.co_varnames}")
+        for value in code.co_consts:
+            if isinstance(value, CodeType):
+                self._code(value, names)
+            else:
+                self.lines.append(repr(sorted(value, key=repr) if isinstance(value, frozenset) else value))
+        for name in code.co_names:
+            value = names.get(name)
+            if isinstance(value, FunctionType | type) or _is_plain(value):
+                self._value(name, value)
+
+
+def _is_read(home: str) -> bool:
+    """Whether the code of a Python module is written down; False for that which a version stands for."""
+    if home.startswith(_READ):
+        return True
+    if home.partition(".")[0] not in _RELEASED:
+        raise _Foreign(f"{home} has a part in it")
+    return False
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype | torch.device)
