@@ -285,14 +285,15 @@ def test_tiles_hold_every_routing(tokens, count) -> None:
     assert worst + -(-left // bm) <= tiles
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_never_waits_for_the_gpu() -> None:
     index = torch.randint(0, 8, (300, 2), device="cuda")
     leaves = [x.requires_grad_() for x in inputs_of(300, 64, 32, 8, 2, torch.bfloat16, "cuda", bias=True)]
     dy = torch.randn(300, 64, device="cuda", dtype=torch.bfloat16)
     mixture(index)(*leaves).backward(dy)
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         for _ in range(3):  # one that is traced, and two that are replayed
             mixture(index)(*leaves).backward(dy)
     finally:

@@ -3,11 +3,13 @@
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from strata_kernels import layer_norm, patch_model, qk_norm_rope, rms_norm, rope
@@ -139,3 +141,21 @@ def test_a_rotation_of_what_is_not_kept_anyway_stays(device) -> None:
     normed = lambda q, k: rope(rms_norm(q, weight), rms_norm(k, weight), angles.cos(), angles.sin())  # noqa: E731
     assert alive(normed) == [False, False]
     assert alive(lambda q, k: qk_norm_rope(q, k, weight, weight, angles.cos(), angles.sin())) == [False, False]
+
+
+def test_within_checkpointed_layers_nothing_is_held(device) -> None:
+    """They recompute by themselves, and keep their input alone."""
+    model = model_of("qwen3", device)
+    for layer in model.model.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    seen: list[weakref.ref] = []
+    norm = model.model.layers[0].post_attention_layernorm
+    handle = norm.register_forward_pre_hook(lambda module, args: seen.append(weakref.ref(args[0].untyped_storage())))
+    tokens = torch.ones(2, 12, dtype=torch.long, device=device)
+    with recomputing():
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        assert len(seen) == 1 and seen[0]() is None
+    handle.remove()
+    loss.backward()
+    made = step(model, recomputing, device)
+    assert all(torch.equal(*pair) for pair in zip(made, step(model, nullcontext, device), strict=True))

@@ -114,6 +114,12 @@ class _Results:
     ) -> None:
         if not keeps and not all(isinstance(x, Tensor) and self._find(x) for x in args[:recomputed]):
             return
+        # A call that no node keeps lives as long as its results, as within a layer that is recomputed as a whole.
+        self._calls = {
+            address: result
+            for address, result in self._calls.items()
+            if not result.storage.expired()  # type: ignore[no-untyped-call]
+        }
         # Without their history, which would keep nodes of the autograd graph alive.
         call = _Call(run, tuple(self._hold(x.detach()) if isinstance(x, Tensor) else x for x in args))
         for number, x in enumerate(output[:recomputed]):

@@ -66,6 +66,9 @@ def test_gradients_have_the_same_bits(device, training, offloaded, copies):
     for step in steps:
         for own, expected in zip(gradients(model, *step), gradients(plain, *step), strict=True):
             assert torch.equal(own, expected)
+    if device == "cuda" and training["gradient_checkpointing"] == "attention":
+        # There attention also gives the two states of its random generator.
+        offloaded += 3 * 2
     assert len(copies) == offloaded * sum(map(len, steps))
     assert {copy._host.device.type for copy in copies} == {"cpu"}
     # Nothing of a step is kept on the device or in the chain of copies.
