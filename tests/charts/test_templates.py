@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import pytest
 import yaml
+from flytekit.configuration import AuthType, PlatformConfig
 
 from strata_platform.chart import queue_timeout, removal, retention
 from strata_platform.chart.cluster_test import Cluster
@@ -470,6 +471,25 @@ def test_runs_without_prospect_are_ended_where_that_is_asked_for(helm, rendered)
     roles = [item for item in of_kind(objects, "Role") if item["metadata"]["name"] == job["metadata"]["name"]]
     assert {role["metadata"]["namespace"] for role in roles} == {tenant.namespace for tenant in settings.tenants}
     assert {verb for role in roles for rule in role["rules"] for verb in rule["verbs"]} == {"list"}
+
+
+def test_the_program_that_ends_runs_logs_in_with_a_secret(helm, tmp_path, monkeypatch):
+    asked = "queues.timeout.after=2h,queues.timeout.flyte=flyte:8089,queues.timeout.secret=of-flyte"
+    (job,) = of_kind(helm.render("--values", CHART / "ci" / "teams-values.yaml", "--set", asked), "CronJob")
+    (container,) = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
+    content = {"client_id": "strata", "client_secret": "its-secret"}
+    for item in container["env"]:
+        value = item.get("value")
+        if value is None:
+            assert item["valueFrom"]["secretKeyRef"]["name"] == "of-flyte"
+            value = content[item["valueFrom"]["secretKeyRef"]["key"]]
+        monkeypatch.setenv(item["name"], value)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("FLYTECTL_CONFIG", raising=False)
+    # What Flyte's own client makes of these variables.
+    platform = PlatformConfig.auto()
+    assert (platform.client_id, platform.client_credentials_secret) == ("strata", "its-secret")
+    assert platform.auth_mode.upper() == AuthType.CLIENT_CREDENTIALS.name
 
 
 def test_what_is_old_is_removed_with_the_least_rights(helm):

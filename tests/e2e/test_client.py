@@ -189,7 +189,10 @@ def test_the_notebook_submits_through_the_client_and_through_flytes_own(tmp_path
     pyflyte = [Path(sys.executable).with_name("pyflyte"), "register", *release, "--activate-launchplans"]
     subprocess.run([*pyflyte, "workflows/finetune.py"], cwd=ROOT, check=True, timeout=300)
     own = {"STRATA_BACKEND": "flyte", "STRATA_PROJECT": PROJECT, "STRATA_DOMAIN": DOMAIN, "TMPDIR": str(tmp_path)}
-    program, notebook = ROOT / "tests/helpers/run_notebook.py", ROOT / "examples/submit.ipynb"
+    program, notebook = ROOT / "tests/helpers/run_notebook.py", tmp_path / "submit.ipynb"
+    # The tests' tenant has no queue called `default`.
+    text = (ROOT / "examples/submit.ipynb").read_text()
+    notebook.write_text(text.replace("resources: {cpu", "resources: {queue: research, cpu"))
     command = [sys.executable, program, notebook, tmp_path / "shown.json"]
     ended = subprocess.run(command, cwd=tmp_path, env=os.environ | own, capture_output=True, text=True, timeout=590)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]

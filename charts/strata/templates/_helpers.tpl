@@ -48,7 +48,8 @@ seccompProfile:
 
 {{/*
 Spec of a pod that runs a program of the project's image: `root`, its account, the container's name, the program as the
-arguments of -m, the variable and value that it reads, its resources, and more variables if it has any.
+arguments of -m, the variable and value that it reads, its resources, more variables if it has any, and the secret that
+it logs in to Flyte with, if it does.
 */}}
 {{- define "strata.programPod" -}}
 {{- $values := .root.Values -}}
@@ -75,6 +76,14 @@ containers:
       {{- range $name, $value := merge (dict) (.env | default dict) $values.tests.env }}
       - name: {{ $name | quote }}
         value: {{ $value | quote }}
+      {{- end }}
+      {{- with .login }}
+      - name: FLYTE_CREDENTIALS_AUTH_MODE
+        value: client_credentials
+      {{- range $name, $key := dict "CLIENT_ID" "client_id" "CLIENT_SECRET" "client_secret" }}
+      - name: FLYTE_CREDENTIALS_{{ $name }}
+        valueFrom: {secretKeyRef: {name: {{ $.login }}, key: {{ $key }}}}
+      {{- end }}
       {{- end }}
     resources:
       requests:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import grpc
 from urllib3.exceptions import HTTPError
 
+from strata_platform.backends.flyte_login import LoginFailed
 from strata_platform.errors import BackendError, Refused, RunNotFound, StrataError, Unreachable
 from strata_platform.kubernetes_api import ApiError, NoConfiguration
 
@@ -38,7 +39,7 @@ def translated_errors(what: str) -> Iterator[None]:
     """Translate the errors of the block; `what` completes the sentence "Flyte refused", as in "to submit x"."""
     try:
         yield
-    except (ApiError, NoConfiguration, HTTPError, grpc.RpcError) as error:
+    except (ApiError, NoConfiguration, HTTPError, LoginFailed, grpc.RpcError) as error:
         raise translate(error, what) from error
 
 
@@ -51,6 +52,8 @@ def translate(error: Exception, what: str) -> StrataError:
         return BackendError(f"there is no configuration of Kubernetes {what}: {text}", reason="NoConfiguration")
     if isinstance(error, HTTPError):
         return Unreachable(f"Kubernetes does not answer the request {what}: {error}")
+    if isinstance(error, LoginFailed):
+        return Refused(f"Flyte asks who you are {what}: {error}", status=401, reason="NotLoggedIn")
     assert isinstance(error, grpc.Call), error
     code = error.code().name
     return _error(f"Flyte refused {what}", _STATUS.get(code, 500), code, error.details() or code)

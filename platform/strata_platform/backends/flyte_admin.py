@@ -1,6 +1,6 @@
 """Calls of Flyte's control plane, in its own messages (flyteidl), without flytekit: that takes a second to import.
 
-flytekit is imported if Flyte asks who calls, to log in.
+flytekit is imported if Flyte asks who calls, to log in (`flyte_login`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from flyteidl.core import identifier_pb2, literals_pb2
 from flyteidl.service import admin_pb2_grpc
 
 from strata_platform.backends.flyte_config import FlyteConfig
+from strata_platform.backends.flyte_login import failures_told, logged_in_channel
 
 _PAGE = 100
 _SECONDS = 60.0
@@ -50,7 +51,7 @@ _LAUNCH_PLAN = identifier_pb2.LAUNCH_PLAN
 
 
 class FlyteAdmin:
-    """Flyte's AdminService for one project and domain. Every method raises grpc.RpcError."""
+    """Flyte's AdminService for one project and domain. Every method raises grpc.RpcError and LoginFailed."""
 
     def __init__(self, config: FlyteConfig, project: str, domain: str) -> None:
         self.config, self.project, self.domain = config, project, domain
@@ -61,26 +62,18 @@ class FlyteAdmin:
 
     @cached_property
     def _logged_in(self) -> admin_pb2_grpc.AdminServiceStub:
-        """Calls with the token of whoever calls; flytekit keeps tokens in the keyring and renews them."""
-        from flytekit.clients.auth_helper import (
-            get_channel,
-            upgrade_channel_to_authenticated,
-            upgrade_channel_to_proxy_authenticated,
-        )
-        from flytekit.configuration import PlatformConfig
-
-        config = PlatformConfig.auto(self.config.file)
-        channel = upgrade_channel_to_proxy_authenticated(config, get_channel(config, options=list(_OPTIONS)))
-        return admin_pb2_grpc.AdminServiceStub(upgrade_channel_to_authenticated(config, channel))
+        return admin_pb2_grpc.AdminServiceStub(logged_in_channel(self.config, _OPTIONS))
 
     def _call(self, method: str, request: Any) -> Any:
-        try:
+        if self._stub is not self.__dict__.get("_logged_in"):
+            try:
+                return getattr(self._stub, method)(request, timeout=_SECONDS)
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
+                    raise
+            self._stub = self._logged_in
+        with failures_told():
             return getattr(self._stub, method)(request, timeout=_SECONDS)
-        except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.UNAUTHENTICATED or self._stub is self._logged_in:
-                raise
-        self._stub = self._logged_in
-        return getattr(self._stub, method)(request, timeout=_SECONDS)
 
     def execution_id(self, name: str) -> identifier_pb2.WorkflowExecutionIdentifier:
         """The identifier of an execution of this project and domain."""

@@ -37,6 +37,8 @@ STACK = STATE / "strata-stack"
 RUNS = STATE / "runs"
 FLYTE_CONFIG = STATE / "flyte.yaml"
 DATABASE = STATE / "database"
+PROVIDER = STATE / "identity-provider"
+CLIENT_SECRET = "strata-flyte-client"
 NAMESPACE = "strata-system"
 RELEASE = (str(STACK), "--namespace", NAMESPACE, "--values", str(ROOT / "tests/e2e/values.yaml"), "--values", "-")
 TENANTS = ("flytesnacks-development", "rival-development")
@@ -129,6 +131,7 @@ def build() -> None:
         (STATE / "images" / f"{upstream_flyte.IMAGE}.tar").unlink(missing_ok=True)
         if upstream_flyte.PROGRAM:
             upstream_flyte.pack(SCRIPTS, STATE / "images")
+            upstream_flyte.install_provider(PROVIDER)
     except (OSError, subprocess.SubprocessError) as error:
         raise CannotError(f"the cluster's programs cannot be built here: {error}") from error
 
@@ -145,13 +148,15 @@ def up() -> None:
     inside("ip", "link", "set", "cni0", "address", BRIDGE, limit=10)
     if upstream_flyte.PROGRAM:
         upstream_flyte.start_database(partial(inside, limit=60), DATABASE, STORE)
+        upstream_flyte.start_provider([str(SCRIPTS / "ns.sh")], PROVIDER, STORE)
     install()
 
 
 def down() -> None:
     """Take the cluster away, also one that a killed process left. What remains is told, and is no error."""
     database = partial(upstream_flyte.stop_database, lambda *command: shell([*command], limit=30), DATABASE)
-    for end in (partial(script, "down.sh", LIMITS["down"]), database):
+    provider = partial(upstream_flyte.stop_provider, PROVIDER)
+    for end in (partial(script, "down.sh", LIMITS["down"]), database, provider):
         try:
             end()
         except (OSError, subprocess.SubprocessError) as error:
@@ -175,7 +180,11 @@ def install() -> None:
     RUNS.mkdir(mode=0o777, parents=True)
     apply(*claims())
     inside("kubectl", "-n", "kubeflow", "rollout", "status", "deploy/training-operator", "--timeout=60s", limit=70)
-    FLYTE_CONFIG.write_text(f"admin: {{endpoint: 'dns:///{FLYTE}:8089', insecure: true}}\n")
+    admin: dict[str, Any] = {"endpoint": f"dns:///{FLYTE}:8089", "insecure": True}
+    if upstream_flyte.PROGRAM:
+        admin = upstream_flyte.client_configuration(FLYTE, STATE)
+        apply(upstream_flyte.client_secret(CLIENT_SECRET, NAMESPACE))
+    FLYTE_CONFIG.write_text(yaml.safe_dump({"admin": admin}))
 
 
 def install_stack() -> None:
@@ -297,7 +306,7 @@ def own_values() -> dict[str, Any]:
         "service": {"clusterIP": FLYTE},
     }
     if upstream_flyte.PROGRAM:
-        upstream_flyte.configure(flyte, STORE)
+        upstream_flyte.configure(flyte, STORE, FLYTE, [tenant.removesuffix("-development") for tenant in TENANTS])
     kueue = {
         "manager": {"image": image("kueue"), "resources": SHARE | {"limits": {"cpu": "2", "memory": "1Gi"}}},
         "livenessProbe": PATIENT,
@@ -307,13 +316,14 @@ def own_values() -> dict[str, Any]:
         "objectStore": [{"cidr": f"{STORE}/32", "ports": [{"port": 9000}, {"port": ACCOUNTS}]}],
         "dns": [{"cidr": f"{NAMES}/32", "ports": [{"port": 53}, {"port": 53, "protocol": "UDP"}]}],
     }
+    login = CLIENT_SECRET if upstream_flyte.PROGRAM else ""
     return {
         "flyte-binary": flyte,
         "kueue": {"controllerManager": kueue},
         "strata": {
             "image": {"repository": "registry.local/hostroot", "tag": "1"},
             # The chart of Flyte has one service where there is one ingress.
-            "queues": {"timeout": {"flyte": f"{FLYTE}:8089"}},
+            "queues": {"timeout": {"flyte": f"{FLYTE}:8089", "secret": login}},
             "tenantDefaults": {
                 "network": network,
                 "podTemplate": {"workingDir": "/tmp", "env": env, "volumes": [*volumes, runs]},

@@ -5,7 +5,6 @@ import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import grpc
 import pytest
 from flyteidl.admin import execution_pb2
 from flyteidl.core import execution_pb2 as core_pb2
@@ -232,13 +231,3 @@ def test_outputs_and_metrics_are_read_from_the_store(client, admin, tmp_path):
     assert copies.model == str(tmp_path / "copies" / "model")
     assert (tmp_path / "copies" / "model" / "tokenizer" / "t.json").read_text() == "{}"
     assert (tmp_path / "copies" / "report.html").read_text() == "report"
-
-
-def test_a_flyte_that_asks_who_calls_gets_flytekits_token(tmp_path, admin):
-    """The server refuses calls without a token; the token is what the command of the configuration prints."""
-    admin.add("twin", FAILED)
-    admin.token = "secret-token"
-    file = tmp_path / "flyte.yaml"
-    file.write_text(file.read_text().replace("}", ", authType: ExternalCommand, command: [echo, secret-token]}"))
-    assert Client(FlyteBackend(config=str(file))).get("twin").phase is Phase.FAILED
-    assert grpc.StatusCode.UNAUTHENTICATED in admin.refused
