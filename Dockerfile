@@ -82,5 +82,7 @@ COPY --from=kernels /opt/kernels /opt/kernels
 WORKDIR /app
 COPY --chown=strata:strata tasks tasks
 COPY --chown=strata:strata workflows workflows
+# Otherwise every new pod compiles them when it first imports them.
+RUN python -m compileall -q tasks workflows
 USER strata
 CMD ["python", "-m", "tasks.runtime", "--help"]

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from flytekit import PythonFunctionTask
 from flytekit.exceptions.user import FlyteRecoverableException, FlyteUserRuntimeException
 from flytekit.extend import IgnoreOutputs, TaskPlugins
 from flytekit.types.directory import FlyteDirectory
@@ -27,6 +29,7 @@ from tasks.paths import directory, is_local
 from tasks.runtime.metrics import startup
 from tasks.runtime.metrics.progress import report_progress
 from tasks.runtime.process.error_explanations import MemoryKills
+from tasks.runtime.process.imports import uncollected
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.process.signals import Preempted, raise_on_sigterm
 from tasks.runtime.run_folder.folder import RunFolder
@@ -48,15 +51,24 @@ class Training(Elastic):
 class TrainingTask(PytorchElasticFunctionTask):
     """An elastic task whose function takes the run spec as its input `spec`."""
 
+    def __init__(self, task_config: Training, task_function: Callable[..., Any], **options: Any) -> None:
+        # Without the plugin's own constructor, which imports torch to read `nnodes`: a pod that only starts training
+        # makes this task, too.
+        task_type = self._ELASTIC_TASK_TYPE_STANDALONE if task_config.nnodes == 1 else self._ELASTIC_TASK_TYPE
+        PythonFunctionTask.__init__(self, task_config, task_function, task_type, task_type_version=1, **options)
+        self.min_nodes = self.max_nodes = int(task_config.nnodes)
+        self.rdzv_backend = "c10d"
+
     def _execute(self, **kwargs: Any) -> Any:
         startup.mark_pod()
         # Imported here: tasks that only wire or prepare load this module, too, and torch takes seconds to import.
-        import torch.distributed as dist
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.elastic.rendezvous import RendezvousError
+        with uncollected():
+            import torch.distributed as dist
+            from torch.distributed.elastic.multiprocessing.api import SignalException
+            from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+            from torch.distributed.elastic.rendezvous import RendezvousError
 
-        from tasks.runtime.warmup.pod import warm_up_pod
+            from tasks.runtime.warmup.pod import warm_up_pod
 
         spec: RunSpec = kwargs["spec"]
         configure_logging()

@@ -22,6 +22,7 @@ from tasks.attempts import retried_by_flyte
 from tasks.paths import directory, file, is_local, is_stored
 from tasks.resources import RETRIES
 from tasks.runtime.metrics.progress import report_progress
+from tasks.runtime.process.imports import uncollected
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import CompletionRecord
@@ -39,11 +40,12 @@ class Exported(NamedTuple):
 def finish(spec: RunSpec, record: CompletionRecord, weights: FlyteDirectory, data: FlyteDirectory) -> Exported:
     """Evaluate a complete run, and write the model, the report and the record. The report is also the task's Deck."""
     configure_logging()
-    from tasks.runtime.data import open_prepared
-    from tasks.runtime.evaluation.evaluate_model import evaluate
-    from tasks.runtime.export.export_model import export
-    from tasks.runtime.report import render_body
-    from tasks.runtime.run_folder.metrics_file import read_points
+    with uncollected():
+        from tasks.runtime.data import open_prepared
+        from tasks.runtime.evaluation.evaluate_model import evaluate
+        from tasks.runtime.export.export_model import export
+        from tasks.runtime.report import render_body
+        from tasks.runtime.run_folder.metrics_file import read_points
 
     record.require_complete()
     trained = Path(weights.download())

@@ -16,8 +16,8 @@ from strata_platform.file_io import write_atomic
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.attempts import retried_by_flyte
 from tasks.paths import directory, is_local, is_stored
+from tasks.plan_checks import check_plan
 from tasks.resources import CONTROL_TASK, PREPARE_TASK
-from tasks.runtime.preflight import run_checks
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.run_folder import format_versions
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
@@ -57,7 +57,7 @@ def plan(spec: RunSpec) -> Planned:
     from tasks.runtime.data import recipe_of
 
     task_for(spec.topology)
-    run_checks("plan", "spec", spec=spec)
+    check_plan(spec)
     if not is_local():
         _check_pods(spec)
     recipe = recipe_of(spec, RunFolder.of(spec).data_commits_for(spec))

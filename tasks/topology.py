@@ -25,6 +25,7 @@ from tasks.elastic import Training
 from tasks.resources import RETRIES
 from tasks.runtime.metrics import startup
 from tasks.runtime.process.error_explanations import explain
+from tasks.runtime.process.imports import uncollected
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.process.signals import Preempted, die_with_agent
 from tasks.runtime.run_folder.record import CompletionRecord
@@ -60,12 +61,13 @@ def _train(spec: RunSpec, data: FlyteDirectory) -> Trained:
     # Before torch is imported: an agent that is killed meanwhile would leave this process behind.
     die_with_agent()
     startup.mark_process()
-    from torch import OutOfMemoryError
+    with uncollected():
+        from torch import OutOfMemoryError
 
-    from tasks.runtime.data import open_prepared
-    from tasks.runtime.models.trained_weights import collect_weights
-    from tasks.runtime.training.session import session
-    from tasks.runtime.training.train import train
+        from tasks.runtime.data import open_prepared
+        from tasks.runtime.models.trained_weights import collect_weights
+        from tasks.runtime.training.session import session
+        from tasks.runtime.training.train import train
 
     try:
         with session(spec) as run:

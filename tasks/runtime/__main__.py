@@ -15,6 +15,7 @@ from strata_platform.redact import redacted
 from strata_platform.runs import Stage
 from strata_platform.spec import load_spec
 from tasks.runtime.metrics import startup
+from tasks.runtime.process.imports import uncollected
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.process.signals import die_with_agent
 
@@ -46,17 +47,18 @@ def main() -> int:
 
     configure_logging()
     # Torch takes seconds to import: refuse a wrong spec first.
-    from torch import OutOfMemoryError
+    with uncollected():
+        from torch import OutOfMemoryError
 
-    from tasks.runtime.data import open_prepared
-    from tasks.runtime.data.background_preparation import BackgroundPreparation
-    from tasks.runtime.evaluation.evaluate_model import evaluate
-    from tasks.runtime.export.export_model import export
-    from tasks.runtime.metrics.progress import report_progress
-    from tasks.runtime.models.trained_weights import collect_weights
-    from tasks.runtime.process.signals import Preempted, raise_on_sigterm
-    from tasks.runtime.training.session import session
-    from tasks.runtime.training.train import train
+        from tasks.runtime.data import open_prepared
+        from tasks.runtime.data.background_preparation import BackgroundPreparation
+        from tasks.runtime.evaluation.evaluate_model import evaluate
+        from tasks.runtime.export.export_model import export
+        from tasks.runtime.metrics.progress import report_progress
+        from tasks.runtime.models.trained_weights import collect_weights
+        from tasks.runtime.process.signals import Preempted, raise_on_sigterm
+        from tasks.runtime.training.session import session
+        from tasks.runtime.training.train import train
 
     try:
         with session(spec) as run, closing(BackgroundPreparation()) as preparation:

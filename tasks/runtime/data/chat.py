@@ -16,9 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, NamedTuple
 
 from strata_platform.file_io import require_regular_file
 from strata_platform.spec.data import TrainOn
@@ -29,6 +27,9 @@ from tasks.runtime.data.rows import RowError, require_valid_unicode, suggestion
 from tasks.runtime.data.special_tokens import special_tokens_of
 from tasks.runtime.data.template_renderer import Span, TemplateLimit, TemplateRejection, render_templates
 from tasks.runtime.data.tools import COLUMN, Tools, called_functions, is_double_encoded, offered_functions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Built-in templates by name, with the special tokens that each needs.
 NAMED_TEMPLATES: dict[str, tuple[str, ...]] = {

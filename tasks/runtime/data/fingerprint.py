@@ -17,7 +17,7 @@ from tasks.runtime.data.prepared_manifest import VERSION
 from tasks.runtime.data.prompt_template import template_file
 from tasks.runtime.data.readers import naming_file
 from tasks.runtime.data.sources import Files, HubDataset, Source, open_source
-from tasks.runtime.data.tokenizer import TOKENIZER_FILES
+from tasks.runtime.data.tokenizer_files import TOKENIZER_FILES
 
 
 def fingerprint(spec: RunSpec) -> str:

@@ -7,9 +7,10 @@ replaced by characters of a private plane, one each, so that both kinds can be t
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _FIRST = 0x100000
 _PLACEHOLDERS = "[\U00100000-\U0010fffd]"

@@ -23,10 +23,6 @@ SPECIAL_TOKENS = (PAD, BOS, EOS, *NAMED_TEMPLATES["chatml"])
 # The merges converge long before this much text; more text would only take longer.
 MAX_TRAINING_CHARACTERS = 50_000_000
 
-TOKENIZER_FILES = ("*.jinja", "*.model", "*.tiktoken", "added_tokens.json", "additional_chat_templates/*.jinja",
-                   "merges.txt", "special_tokens_map.json", "tekken.json", "tokenizer*.json", "vocab.*")  # fmt: skip
-"""Glob patterns of the files of a tokenizer."""
-
 
 def load_tokenizer(recipe: DataRecipe) -> PreTrainedTokenizerBase:
     """Load the recipe's tokenizer from the Hub or a folder.

@@ -10,6 +10,7 @@ missing, brings the cluster up, runs the tests and takes it down, whatever happe
 
 from __future__ import annotations
 
+import compileall
 import fcntl
 import json
 import os
@@ -177,6 +178,9 @@ def install() -> None:
     apply(*manifests)
     vendor()
     install_stack()
+    # As in an image. Pods see them read-only, and each of their processes would compile them again.
+    for name in ("kernels", "platform"):
+        compileall.compile_dir(SEEN[name], quiet=1)
     RUNS.mkdir(mode=0o777, parents=True)
     apply(*claims())
     inside("kubectl", "-n", "kubeflow", "rollout", "status", "deploy/training-operator", "--timeout=60s", limit=70)

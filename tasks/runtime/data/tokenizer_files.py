@@ -1,0 +1,5 @@
+"""Which files make a tokenizer. Apart from what reads them, which needs transformers."""
+
+TOKENIZER_FILES = ("*.jinja", "*.model", "*.tiktoken", "added_tokens.json", "additional_chat_templates/*.jinja",
+                   "merges.txt", "special_tokens_map.json", "tekken.json", "tokenizer*.json", "vocab.*")  # fmt: skip
+"""Glob patterns of the files of a tokenizer."""
