@@ -145,6 +145,13 @@ CHECKS = (
         "a small model of the same configuration keeps the sequences of a row apart",
     ),
     Check(
+        "planned images",
+        ("plan", "launch"),
+        "models.vision:require_planned_image_support",
+        ("spec",),
+        "where the spec names images, the model's family and the parallelism support them",
+    ),
+    Check(
         "own objective",
         ("plan", "launch"),
         "objectives:require_objective",

@@ -9,11 +9,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from strata_platform.spec import DataRecipe
 from strata_platform.spec.model import PRESETS
+from strata_platform.spec.objectives import PAIRED
 from tasks.runtime.data.image_files import png_of
+from tasks.runtime.data.image_packing import require_separate_images
 from tasks.runtime.data.special_tokens import special_tokens_of
 from tasks.runtime.process.errors import Unreachable
 from tasks.runtime.process.hub import asking_hub
@@ -30,7 +32,8 @@ def processor_of(recipe: DataRecipe, tokenizer: PreTrainedTokenizerBase) -> Call
     """A function that gives the processor of the recipe's model, with the tokenizer of the data; None for a preset.
 
     The first call loads it, and raises:
-        ValueError: a package is missing, or the model has no processor of images.
+        ValueError: a package is missing, the model has no processor of images, or rows share sequences with images
+            that its family does not keep apart.
         Unreachable: the Hub does not answer.
     """
     if recipe.model in PRESETS:
@@ -38,6 +41,11 @@ def processor_of(recipe: DataRecipe, tokenizer: PreTrainedTokenizerBase) -> Call
 
     def load() -> ImageProcessor:
         require_vision_packages()
+        # At the first image, not when all rows are prepared.
+        with asking_hub(f"model.name {recipe.model!r}"):
+            config = AutoConfig.from_pretrained(recipe.model, revision=recipe.revision, trust_remote_code=False)
+        pairs = recipe.objective if recipe.objective in PAIRED else None
+        require_separate_images(config.model_type, recipe.model, packing=recipe.data.packing, pairs=pairs)
         return _read(recipe.model, recipe.revision, tokenizer)
 
     return cache(load)

@@ -23,11 +23,12 @@ from strata_platform.spec.model import Model
 from strata_platform.spec.run_spec import Parallel
 from tasks.runtime.data.context_shards import cu_seqlens, max_seqlen
 from tasks.runtime.data.dataset import Batch, Row
+from tasks.runtime.data.image_packing import IMAGE_PACKING
 from tasks.runtime.models.attention_choice import choose_attention
 from tasks.runtime.models.build import compute_dtype
 from tasks.runtime.models.image_masks import sees_later_tokens
 from tasks.runtime.models.packing_support import SUPPORTS_PACKING
-from tasks.runtime.models.vision import IMAGE_PACKING, is_multimodal
+from tasks.runtime.models.vision import is_multimodal
 
 _NAME = "strata_documents"
 # Language models of vision-language families, beside those of `SUPPORTS_PACKING`.

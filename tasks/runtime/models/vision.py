@@ -18,7 +18,7 @@ from transformers import (
 
 from strata_kernels.patch.structure import original_class, unwrap
 from strata_platform.spec import RunSpec
-from strata_platform.spec.objectives import LABELLED
+from strata_platform.spec.objectives import LABELLED, PAIRED
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.columns import PREFERENCES
 from tasks.runtime.data.dataset import (
@@ -31,6 +31,7 @@ from tasks.runtime.data.dataset import (
     Row,
 )
 from tasks.runtime.data.image_files import open_picture
+from tasks.runtime.data.image_packing import require_separate_images
 from tasks.runtime.data.image_processor import ImageProcessor, saved_processor
 from tasks.runtime.models.cross_attention import (
     cross_attention_inputs,
@@ -44,13 +45,6 @@ if TYPE_CHECKING:
 
 # Whether a token is of an image, or of an answer, under the names of different families.
 _TYPES = ("token_type_ids", "mm_token_type_ids")
-
-
-IMAGE_PACKING = frozenset((
-    "gemma3", "gemma4", "glm4v", "idefics3", "internvl", "llama4", "llava", "llava_onevision", "mistral3", "paligemma",
-    "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
-))  # fmt: skip
-"""Families that are known to keep the sequences of a packed row apart, with their images."""
 
 
 def is_multimodal(config: PretrainedConfig) -> bool:
@@ -73,24 +67,32 @@ def auto_class(config: PretrainedConfig) -> Any:
     return AutoModelForCausalLM
 
 
+def require_planned_image_support(spec: RunSpec) -> None:
+    """`require_image_support` before data is prepared, if the spec names images. Of others, preparation finds out."""
+    if any(
+        (data.images_column or data.image_folder or data.image_max_pixels or data.image_min_pixels) is not None
+        for data, _ in spec.data.single_sources()
+    ):
+        _require_image_support(spec, packing=spec.data.packing, pairs=spec.objective.type in PAIRED)
+
+
 def require_image_support(spec: RunSpec, data: PreparedData) -> None:
     """Raises ValueError if rows have images and a section of the spec does not go with that."""
-    if not data.manifest.has_images:
-        return
+    if data.manifest.has_images:
+        pairs = data.manifest.format in PREFERENCES
+        _require_image_support(spec, packing=data.manifest.packing, pairs=pairs)
+
+
+def _require_image_support(spec: RunSpec, *, packing: bool, pairs: bool) -> None:
     if spec.objective.type in LABELLED:
         raise ValueError(
             f"objective.type {spec.objective.type!r} does not support rows with images; choose 'sft' or 'dpo', or name "
             "the column of images in data.ignore_columns"
         )
     config = AutoConfig.from_pretrained(spec.model.name, revision=spec.model.revision, trust_remote_code=False)
-    packing = data.manifest.packing
-    if (packing or data.manifest.format in PREFERENCES) and config.model_type not in IMAGE_PACKING:
-        field = "data.packing is true" if packing else f"objective.type {spec.objective.type!r} shares rows"
-        raise ValueError(
-            f"{field}, but model.name {spec.model.name!r} is of type {config.model_type}, and sequences with images "
-            f"are known to be kept apart in {', '.join(sorted(IMAGE_PACKING))} only; "
-            f"{'set data.packing to false' if packing else 'choose one of these'}"
-        )
+    require_separate_images(
+        config.model_type, spec.model.name, packing=packing, pairs=spec.objective.type if pairs else None
+    )
     if spec.model.attention.startswith("flash") and sees_later_tokens(config):
         raise ValueError(
             f"model.attention {spec.model.attention!r}: {config.model_type} attends to later tokens of an image or a "

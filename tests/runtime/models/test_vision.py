@@ -18,6 +18,7 @@ from strata_platform.spec.model import Lora
 from tasks.runtime.data import PreparedData, collate, collate_flat, fingerprint, prepare
 from tasks.runtime.data.dataset import IMAGE_COLUMNS, TOKENIZER
 from tasks.runtime.data.image_files import open_picture
+from tasks.runtime.data.image_packing import IMAGE_PACKING
 from tasks.runtime.data.image_processor import saved_processor
 from tasks.runtime.data.loader import training_loader
 from tasks.runtime.models.build import build_model, move_to_device, require_embeddings
@@ -31,7 +32,7 @@ from tasks.runtime.models.varlen_attention import (
     uses_varlen,
     with_cu_seqlens,
 )
-from tasks.runtime.models.vision import IMAGE_PACKING, require_image_support, with_model_inputs
+from tasks.runtime.models.vision import require_image_support, require_planned_image_support, with_model_inputs
 from tasks.runtime.objectives.objective import model_inputs
 from tasks.runtime.objectives.training_step import build_training_step
 from tasks.runtime.process.ranks import Processes
@@ -296,6 +297,21 @@ def test_what_a_family_does_not_support_is_refused_with_the_way_out(family):
     message = "data.packing is true, but model.name .* is of type mllama.*; set data.packing to false"
     with pytest.raises(ValueError, match=message) if name == "mllama" else nullcontext():
         require_image_support(spec, together)
+
+
+@pytest.mark.parametrize("family", ["mllama", "llava"], indirect=True)
+@pytest.mark.parametrize("named", [{}, {"images_column": "images"}], ids=["found in a row", "named by the spec"])
+def test_images_that_share_rows_are_refused_before_the_data_is_prepared(family, named, tmp_path):
+    """By the configuration where it names images; else at the first row that has one."""
+    name, _, spec, _ = family
+    changes = {"data": spec.data.model_copy(update={"packing": True, "sequence_length": 512, **named})}
+    spec = spec.model_copy(update=changes)
+    message = "data.packing is true, but model.name .* is of type mllama.*; set data.packing to false"
+    with pytest.raises(ValueError, match=message) if name == "mllama" else nullcontext():
+        require_planned_image_support(spec)
+        if not named:
+            prepare(DataRecipe.from_spec(spec, fingerprint(spec)), tmp_path / "data", report=print)
+    assert name != "mllama" or not (tmp_path / "data").exists()
 
 
 def test_the_tokens_of_an_image_depend_on_its_size_alone(family):
