@@ -15,12 +15,12 @@ from flytekit.types.file import FlyteFile
 
 from strata_platform import progress_line
 from strata_platform.file_io import write_atomic
+from strata_platform.pod_settings import RETRIES
 from strata_platform.redact import redacted
 from strata_platform.runs import Stage
 from strata_platform.spec import DataRecipe, RunSpec, dump_spec
 from tasks.attempts import retried_by_flyte
 from tasks.paths import directory, file, is_local, is_stored
-from tasks.resources import RETRIES
 from tasks.runtime.metrics.progress import report_progress
 from tasks.runtime.process.imports import uncollected
 from tasks.runtime.process.log import configure_logging

@@ -13,7 +13,9 @@ from flytekit.types.directory import FlyteDirectory
 
 from strata_platform import queue_shares
 from strata_platform.file_io import write_atomic
+from strata_platform.pod_settings import check_pods
 from strata_platform.spec import DataRecipe, RunSpec
+from strata_platform.spec.run_spec import Resources, Topology
 from tasks.attempts import retried_by_flyte
 from tasks.paths import directory, is_local, is_stored
 from tasks.plan_checks import check_plan
@@ -59,34 +61,18 @@ def plan(spec: RunSpec) -> Planned:
     task_for(spec.topology)
     check_plan(spec)
     if not is_local():
-        _check_pods(spec)
+        _check_queue(spec.resources, spec.topology)
+        for warning in check_pods(spec.output, spec.resources, spec.topology):
+            log.warning("%s", warning)
     recipe = recipe_of(spec, RunFolder.of(spec).data_commits_for(spec))
     return Planned(recipe, spec.output, spec.data.prepared_url or "")
 
 
-def _check_pods(spec: RunSpec) -> None:
-    """Check what a single machine has anyway, but pods need: GPUs, a queue, and an output folder that outlives them."""
-    if spec.resources.gpu == 0 and spec.topology.nproc_per_node > 1:
-        log.warning(
-            "resources.gpu is 0: the %d processes of each pod train on CPUs; set resources.gpu to %d for one GPU each",
-            spec.topology.nproc_per_node,
-            spec.topology.nproc_per_node,
-        )
+def _check_queue(resources: Resources, topology: Topology) -> None:
+    """Raises ValueError if no queue of the tenant can ever admit the run, as far as the pod was told."""
     shares = os.environ.get(queue_shares.VARIABLE)
-    if shares and (problem := queue_shares.Shares.parse(shares).problem(spec.resources, spec.topology)):
+    if shares and (problem := queue_shares.Shares.parse(shares).problem(resources, topology)):
         raise ValueError(problem)
-    if os.path.isabs(spec.output):
-        return
-    if spec.topology.nnodes > 1:
-        raise ValueError(
-            f"output {spec.output!r} is a folder inside each pod, but topology.nnodes {spec.topology.nnodes} pods "
-            "share checkpoints; set output to a folder on a volume that all pods of the run mount"
-        )
-    log.warning(
-        "output %r is a folder inside each pod: checkpoints vanish with the pod, and a new attempt starts from step "
-        "0; set output to a folder on a volume that all pods of the run mount",
-        spec.output,
-    )
 
 
 @task(**PREPARE_TASK, cache=Cache(version=str(format_versions.DATA), ignored_inputs=("output",)))

@@ -10,13 +10,9 @@ from flytekit import Resources
 from flytekit.core.base_task import PythonTask
 from flytekit.extras.accelerators import GPUAccelerator
 
+from strata_platform.pod_settings import RETRIES, scheduling_labels
 from strata_platform.spec.run_spec import Resources as Asked
 
-# Attempts of a task after the first. Pods are evicted, preempted and lost, and object stores are unavailable at times.
-# An exception that a task raises is an error of the user and ends the run at once, unless it is a recoverable one.
-RETRIES = 5
-# Longer than any start takes; an attempt may hold its machines for that long beside `resources.time_limit`.
-START_SECONDS = 3600
 # Tasks that only check and wire. Limits are set apart from requests: without limits, Flyte takes the requests for them.
 CONTROL_TASK = {
     "requests": Resources(cpu="500m", mem="1Gi"),
@@ -46,14 +42,7 @@ def with_scheduling(task: PythonTask[Any], asked: Asked, *, trains: bool = False
     takes them from the task and cannot override them per node. So this is a copy of the task, which a dynamic task
     passes on; the pod loads the original by its name, which is the same.
     """
-    # Training ends by itself before. This is for an attempt that never comes to train.
-    seconds = str(asked.time_limit + START_SECONDS) if trains and asked.time_limit else None
-    labels = {
-        "kueue.x-k8s.io/queue-name": asked.queue,
-        "kueue.x-k8s.io/priority-class": asked.priority,
-        "kueue.x-k8s.io/max-exec-time-seconds": seconds,
-    }
-    given = {label: value for label, value in labels.items() if value is not None}
+    given = scheduling_labels(asked, trains=trains)
     if not given and asked.pod_template is None:
         return task
     own = copy.copy(task)

@@ -18,13 +18,13 @@ from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.kfpytorch import CleanPodPolicy, RunPolicy
 from kubernetes.client import V1PodSpec
 
-from strata_platform import progress_line
+from strata_platform import pod_settings
+from strata_platform.pod_settings import GRACE_SECONDS, RETRIES, STOP_SECONDS
 from strata_platform.spec import RunSpec
 from strata_platform.spec.run_spec import Topology
 from tasks.elastic import Training
-from tasks.resources import RETRIES
 from tasks.runtime.metrics import startup
-from tasks.runtime.process.error_explanations import explain
+from tasks.runtime.process.error_explanations import reason_to_retry
 from tasks.runtime.process.imports import uncollected
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.process.signals import Preempted, die_with_agent
@@ -34,17 +34,10 @@ from tasks.runtime.run_folder.record import CompletionRecord
 MAX_RESTARTS = 2
 # Seconds between two looks of the agent at its processes. torch's 5 s are lost at the end of each run.
 MONITOR_SECONDS = 1
-# Seconds from SIGTERM to SIGKILL for a pod. Its workers get less, so that the agent outlives them; torch 2.11 ignores
-# the variable and gives them 30.
-GRACE_SECONDS = 120
-
 ENVIRONMENT = {
-    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_SECONDS - 20),
-    # A dead peer ends the attempt after minutes instead of NCCL's two hours.
-    "TORCH_NCCL_ENABLE_MONITORING": "1",
-    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "300",
-    # Stages and metrics reach the client through the pod's log.
-    progress_line.VARIABLE: "1",
+    **pod_settings.ENVIRONMENT,
+    # torch 2.11 ignores the variable and gives workers 30 s.
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(STOP_SECONDS),
 }
 
 
@@ -76,13 +69,9 @@ def _train(spec: RunSpec, data: FlyteDirectory) -> Trained:
     except Preempted as signal_name:
         raise FlyteRecoverableException(f"stopped by {signal_name} before the last step") from signal_name
     except (RuntimeError, OSError) as error:
-        known = explain(error)
-        # A collective that loses a peer raises RuntimeError, as other faults of a machine do. Without an explanation a
-        # job of several processes is therefore retried.
-        retry = known.retry if known else isinstance(error, RuntimeError) and spec.topology.world_size > 1
-        if not retry or isinstance(error, OutOfMemoryError):
+        meaning = reason_to_retry(error, spec.topology.world_size)
+        if meaning is None or isinstance(error, OutOfMemoryError):
             raise
-        meaning = known.sentence if known else "a process failed or lost its peers"
         raise FlyteRecoverableException(f"{meaning}: {error}") from error
     return Trained(record, FlyteDirectory(str(weights)))
 

@@ -10,8 +10,8 @@ from flytekit import Deck, task
 from flytekit.exceptions.user import FlyteRecoverableException
 
 from strata_platform.outcomes import UNREACHABLE
+from strata_platform.pod_settings import RETRIES
 from strata_platform.spec import RunSpec, dump_spec
-from tasks.resources import RETRIES
 from tasks.runtime.report.checks import render_verification
 
 

@@ -68,7 +68,9 @@ def spec(
     format: Annotated[Literal["yaml", "json"], typer.Option(help="Output format.")] = "yaml",
     backend: Annotated[
         BackendName,
-        typer.Option(envvar="STRATA_BACKEND", help="flyte: files that this machine lacks are warnings, not problems."),
+        typer.Option(
+            envvar="STRATA_BACKEND", help="On a cluster: files that this machine lacks are warnings, not problems."
+        ),
     ] = "local",
 ) -> None:
     """Check a spec, and that the files it names exist, and print it with its defaults filled in."""
@@ -101,7 +103,10 @@ def _read_with_files(file: Path, overrides: list[str] | None, backend: BackendNa
     if problems := list(local_file_problems(checked)):
         missing = SpecError(problems).with_places(STANDARD_INPUT if str(file) == "-" else str(file), composed.places)
         if backend == "local":
-            typer.echo(f"{missing}\nfor a run on a cluster whose pods have these files, add --backend flyte", err=True)
+            typer.echo(
+                f"{missing}\nfor a run on a cluster whose pods have these files, add --backend flyte or kubernetes",
+                err=True,
+            )
             raise typer.Exit(missing.exit_code)
         _warn(f"this machine lacks files that the pods of the run must have: {missing}")
     return checked
@@ -144,7 +149,7 @@ def estimate_(
     gpus: Annotated[int, typer.Option(min=1, help="Maximum number of GPUs of the proposed layout.")] = 64,
     format: Annotated[Literal["text", "json"], typer.Option(help="Output format.")] = "text",
     backend: Annotated[
-        BackendName, typer.Option(envvar="STRATA_BACKEND", help="flyte: use the prices and queues of the cluster.")
+        BackendName, typer.Option(envvar="STRATA_BACKEND", help="On a cluster: use its prices and queues.")
     ] = "local",
 ) -> None:
     """Estimate memory, time and cost of a run, and propose the cheapest layout that fits.
@@ -160,8 +165,8 @@ def estimate_(
     if gpu is not None and gpu not in GPUS:
         raise typer.BadParameter(f"{gpu!r} is not one of {', '.join(GPUS)}", param_hint="--gpu")
     asked = _read(file, overrides)
-    if backend == "flyte":
-        _require_admission(asked.resources, asked.topology)
+    if backend != "local":
+        _require_admission(backend, asked.resources, asked.topology)
     kind = gpu or _kind(asked.resources.gpu_type)
     try:
         shape = shape_of(asked.model.name, config)
@@ -207,7 +212,7 @@ def costs(
 
     with commands.errors():
         runs = commands.connect(backend).records(since=time.time() - days * 86400)
-        project = "/".join(project_and_domain()) if backend == "flyte" else "local"
+        project = "/".join(project_and_domain()) if backend != "local" else "local"
         source, table = _price_table(prices, backend)
         found = used_by_owner(project, runs, table)
         if table is not None:
@@ -275,10 +280,10 @@ def verify(
     raise typer.Exit(code if code >= 0 else 128 - code)
 
 
-def _require_admission(resources: Resources, topology: Topology) -> None:
+def _require_admission(backend: BackendName, resources: Resources, topology: Topology) -> None:
     """End with exit code 1 if the cluster's queues can never admit the run. Warns if that is not known."""
     try:
-        commands.connect("flyte").backend.require_admission(resources, topology)
+        commands.connect(backend).backend.require_admission(resources, topology)
     except BackendError as error:
         if error.reason == "Inadmissible":
             typer.echo(f"error: {error}", err=True)
@@ -316,7 +321,7 @@ def _price_table(file: Path | None, backend: BackendName) -> tuple[str, Prices |
     if file is not None:
         return str(file), read_prices(file)
     source = f"the cluster's config map {CONFIG_MAP}"
-    if backend == "flyte":
+    if backend != "local":
         try:
             return source, prices_of_cluster()
         except StrataError as error:

@@ -1,4 +1,4 @@
-"""The client: ten verbs for runs, the same for local processes and for Flyte.
+"""The client: ten verbs for runs, the same for local processes and on a cluster, with Flyte or without.
 
     client = connect()                         # this machine; connect("flyte") is a cluster
     run = client.submit(load_spec("my.yaml"))
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BackendName = Literal["local", "flyte"]
+BackendName = Literal["local", "flyte", "kubernetes"]
 
 _GIB = 2**30
 # Seconds between two looks at a run whose log is followed. On a cluster each look reads the log of a pod.
@@ -44,22 +44,33 @@ def connect(
 ) -> Client:
     """A client of this machine, or of the cluster that the environment names.
 
-    For Flyte, FLYTECTL_CONFIG and KUBECONFIG name the cluster, as for Flyte's and Kubernetes' own tools; STRATA_PROJECT
-    and STRATA_DOMAIN default to flytesnacks and development. `image` and `version`: see FlyteBackend.
+    KUBECONFIG and, for Flyte, FLYTECTL_CONFIG name the cluster, as for their own tools; STRATA_PROJECT and
+    STRATA_DOMAIN default to flytesnacks and development. `image` and `version`: see FlyteBackend; KubernetesBackend
+    takes an image only.
 
     Raises BackendError if the packages for a cluster are not installed.
     """
     if backend == "local":
         return Client(poll=poll)
     try:
+        if backend == "kubernetes":
+            return Client(_kubernetes(image, version), poll=poll)
         from strata_platform.backends.flyte import FlyteBackend
     except ModuleNotFoundError as error:
-        raise _not_installed(error) from error
+        raise _not_installed(error, backend) from error
     return Client(FlyteBackend(*project_and_domain(), image=image, version=version), poll=poll)
 
 
-def _not_installed(error: ModuleNotFoundError) -> BackendError:
-    return BackendError(f"{error.name} is not installed; pip install 'strata-platform[flyte]'")
+def _kubernetes(image: str | None, version: str | None) -> Backend:
+    from strata_platform.backends.kubernetes import KubernetesBackend
+
+    if version is not None:
+        raise BackendError("versions are registrations of Flyte; name an image instead", status=422, reason="Invalid")
+    return KubernetesBackend("-".join(project_and_domain()), image=image)
+
+
+def _not_installed(error: ModuleNotFoundError, extra: str) -> BackendError:
+    return BackendError(f"{error.name} is not installed; pip install 'strata-platform[{extra}]'")
 
 
 def project_and_domain() -> tuple[str, str]:
@@ -78,7 +89,7 @@ def prices_of_cluster() -> Prices | None:
     try:
         from strata_platform.backends.kubernetes_objects import Namespace
     except ModuleNotFoundError as error:
-        raise _not_installed(error) from error
+        raise _not_installed(error, "kubernetes") from error
     text = Namespace("-".join(project_and_domain())).text(CONFIG_MAP, KEY)
     return None if text is None else parse_prices(text, f"the config map {CONFIG_MAP}")
 

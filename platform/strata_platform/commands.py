@@ -40,12 +40,17 @@ Overrides = Annotated[
     ),
 ]
 _Name = Annotated[str, typer.Argument(help="Name of a run, or the path of a local run's folder.")]
-_Backend = Annotated[BackendName, typer.Option(envvar="STRATA_BACKEND", help="This machine, or a cluster with Flyte.")]
+_Backend = Annotated[
+    BackendName,
+    typer.Option(envvar="STRATA_BACKEND", help="This machine, or a cluster: with Flyte, or Kubernetes alone."),
+]
 _Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue with new output until the run ends.")]
 _Poll = Annotated[float, typer.Option(min=0.01, callback=finite, help="Seconds between two looks at a run.")]
 _Format = Annotated[Literal["text", "json"], typer.Option(help="Output format.")]
 
 _INTERRUPTED = 130
+# What `Run.where` is, by backend.
+_WHERE = {"local": "folder", "flyte": "execution", "kubernetes": "jobset"}
 
 
 @app.command()
@@ -58,11 +63,13 @@ def submit(
     force: Annotated[bool, typer.Option("--force", help="Submit even if the estimate does not fit.")] = False,
     image: Annotated[
         str | None,
-        typer.Option(help="On a cluster: run this folder's workflow in this image; registers it if it changed."),
+        typer.Option(
+            help="On a cluster: the image to run; with Flyte, in it this folder's workflow, registered if changed."
+        ),
     ] = None,
     version: Annotated[
         str | None,
-        typer.Option(help="On a cluster: the registered version to run; without it or --image, the active release."),
+        typer.Option(help="With Flyte: the registered version to run; without it or --image, the active release."),
     ] = None,
     backend: _Backend = "local",
     poll: _Poll = 1.0,
@@ -104,7 +111,7 @@ def get(name: _Name, format: _Format = "text", backend: _Backend = "local") -> N
         "restarts": run.restarts,
         "queue": run.queue,
         "owner": run.owner,
-        "folder" if run.backend == "local" else "execution": run.where,
+        _WHERE[run.backend]: run.where,
     }
     typer.echo(run.name)
     for field, value in shown.items():

@@ -193,6 +193,8 @@ class KubernetesApi:
         # A GET that finds no connection, or a lost one, is sent again.
         retries = urllib3.Retry(total=3, backoff_factor=0.2, status=0, redirect=0, allowed_methods={"GET"})
         common = {"headers": dict(self.access.headers), "retries": retries, "timeout": _TIMEOUT, **more}
+        # Threads follow the logs of several pods.
+        common["maxsize"] = 16
         if self.access.proxy:
             return urllib3.ProxyManager(self.access.proxy, **common)
         return urllib3.PoolManager(**common)

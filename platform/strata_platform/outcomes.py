@@ -5,6 +5,7 @@
     2               bad_input    no        ValueError, SpecError, OutOfMemoryError
     68              unreachable  yes       Unreachable
     69              unhealthy    yes       Unhealthy
+    74              lost         yes       RuntimeError, OSError, if another attempt may mend it
     75              hung         yes       none: the watchdog ends the process
     124             time_limit   no        TimeLimitReached
     143, -15        preempted    yes       Preempted
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 Kind = Literal[
-    "complete", "bad_input", "unreachable", "unhealthy", "hung", "time_limit", "preempted", "killed", "failed"
+    "complete", "bad_input", "unreachable", "unhealthy", "lost", "hung", "time_limit", "preempted", "killed", "failed"
 ]
 
 
@@ -52,7 +53,7 @@ class Outcome:
 
 COMPLETE = Outcome("complete", 0, False, "all steps are done, measured and exported")
 BAD_INPUT = Outcome("bad_input", 2, False, "the spec or the data must change", "the error names the field")
-# EX_NOHOST, EX_UNAVAILABLE and EX_TEMPFAIL of sysexits.h.
+# EX_NOHOST, EX_UNAVAILABLE, EX_IOERR and EX_TEMPFAIL of sysexits.h.
 UNREACHABLE = Outcome(
     "unreachable",
     68,
@@ -66,6 +67,9 @@ UNHEALTHY = Outcome(
     True,
     "a GPU or a connection is not fit to train on",
     "start the run on another machine and take this one out of the cluster",
+)
+LOST = Outcome(
+    "lost", 74, True, "a process failed or lost its peers", "another attempt continues from the last checkpoint"
 )
 HUNG = Outcome("hung", 75, True, "training hung", "the stacks of its processes are in the run's folder, in hangs")
 # As coreutils' timeout.
@@ -86,7 +90,8 @@ PREEMPTED = Outcome(
 )
 
 _BY_CODE = {
-    outcome.exit_code: outcome for outcome in (COMPLETE, BAD_INPUT, UNREACHABLE, UNHEALTHY, HUNG, TIME_LIMIT, PREEMPTED)
+    outcome.exit_code: outcome
+    for outcome in (COMPLETE, BAD_INPUT, UNREACHABLE, UNHEALTHY, LOST, HUNG, TIME_LIMIT, PREEMPTED)
 }
 _SIGNAL_ADVICE: dict[int, str] = {
     signal.SIGKILL: "the machine is gone, somebody killed the process, or it ran out of memory",
@@ -99,7 +104,7 @@ _SIGNAL_ADVICE: dict[int, str] = {
     signal.SIGALRM: "it hung in native code, and its stacks are in the log",
 }
 # The order in which outcomes decide about a job whose processes ended differently: the cause comes first. A process
-# that merely lost a peer ends as "failed", and the agent sends SIGTERM to the rest.
+# that merely lost a peer ends as "lost", and the agent sends SIGTERM to the rest.
 _CAUSES: tuple[Kind, ...] = (
     "bad_input",
     "time_limit",
@@ -108,6 +113,7 @@ _CAUSES: tuple[Kind, ...] = (
     "unhealthy",
     "unreachable",
     "failed",
+    "lost",
     "preempted",
     "complete",
 )
@@ -131,6 +137,10 @@ def outcome_of_exit(code: int) -> Outcome:
     # Real-time signals have no names.
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     return Outcome("killed", code, True, f"a process was killed by {name}", _SIGNAL_ADVICE.get(number, ""))
+
+
+RETRYABLE_CODES = tuple(code for code in range(1, 256) if outcome_of_exit(code).retryable)
+"""Exit codes, as a container's, after which another attempt may succeed; in ascending order."""
 
 
 def outcome_of_job(codes: Iterable[int]) -> Outcome:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
+import traceback
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from strata_platform.errors import SpecError
-from strata_platform.outcomes import BAD_INPUT, COMPLETE, PREEMPTED, Outcome, RunError
+from strata_platform.outcomes import BAD_INPUT, COMPLETE, LOST, PREEMPTED, Outcome, RunError
 from strata_platform.redact import redacted
 from strata_platform.runs import Stage
 from strata_platform.spec import load_spec
@@ -29,8 +31,8 @@ log = logging.getLogger("tasks.runtime")
 def main() -> int:
     """Prepare, train, evaluate, export.
 
-    The exit code says how the run ended; `strata_platform.outcomes` lists them. Codes 68, 69, 75 and 143 mean that the
-    same command may succeed later or on another machine: it continues from the last checkpoint.
+    The exit code says how the run ended; `strata_platform.outcomes` lists them. Codes 68, 69, 74, 75 and 143 mean that
+    the same command may succeed later or on another machine: it continues from the last checkpoint.
     """
     parser = argparse.ArgumentParser(prog="python -m tasks.runtime", description=main.__doc__)
     parser.add_argument("spec", help="a run spec, YAML or JSON")
@@ -56,6 +58,7 @@ def main() -> int:
         from tasks.runtime.export.export_model import export
         from tasks.runtime.metrics.progress import report_progress
         from tasks.runtime.models.trained_weights import collect_weights
+        from tasks.runtime.process.error_explanations import reason_to_retry
         from tasks.runtime.process.signals import Preempted, raise_on_sigterm
         from tasks.runtime.training.session import session
         from tasks.runtime.training.train import train
@@ -76,10 +79,17 @@ def main() -> int:
                 record = evaluate(spec, record, data, weights)
                 report_progress(stage=Stage.EXPORTING)
                 export(spec, record, data, weights)
+                report_progress(record=json.loads(run.folder.record.read_text(encoding="utf-8")))
     except (ValueError, OutOfMemoryError) as error:
         return _failed(error, BAD_INPUT)
     except RunError as error:
         return _failed(error, error.outcome)
+    except (RuntimeError, OSError) as error:
+        meaning = reason_to_retry(error, spec.topology.world_size)
+        if meaning is None:
+            raise
+        traceback.print_exc()
+        return _failed(RuntimeError(f"{meaning}: {error}"), LOST)
     except Preempted as signal_name:
         print(f"stopped by {signal_name}; start it again to continue from its last checkpoint", file=sys.stderr)
         return PREEMPTED.exit_code

@@ -96,7 +96,7 @@ def test_flyte_gives_no_run_up_because_a_server_is_away():
 
 def test_kueue_queues_training_jobs_and_pods_of_tenants(strata):
     config = yaml.safe_load(KUEUE["managerConfig"]["controllerManagerConfigYaml"])
-    assert config["integrations"]["frameworks"] == ["kubeflow.org/pytorchjob", "pod"]
+    assert config["integrations"]["frameworks"] == ["kubeflow.org/pytorchjob", "jobset.x-k8s.io/jobset", "pod"]
     (selector,) = config["managedJobsNamespaceSelector"]["matchExpressions"]
     helpers = (CHART / "templates" / "tenants" / "_helpers.tpl").read_text()
     assert f"\n{selector['key']}: " in helpers

@@ -169,15 +169,17 @@ def test_pods_reach_what_is_listed_and_each_other_in_jobs_alone(rendered):
         for item in policies
         if item["metadata"]["namespace"] == "speech-development"
     }
-    default, job = own["strata-default"], own["strata-job"]
+    default = own["strata-default"]
     assert default["podSelector"] == {} and default["policyTypes"] == ["Ingress", "Egress"] and "ingress" not in default
     ports = [[port["port"] for port in rule["ports"]] for rule in default["egress"]]
     assert ports == [[53, 53], [443], [8080]]
     assert default["egress"][1]["to"] == [{"ipBlock": {"cidr": "10.20.0.0/16"}}]
-    of_jobs = {"matchExpressions": [{"key": "training.kubeflow.org/job-name", "operator": "Exists"}]}
-    assert job["podSelector"] == of_jobs
-    assert job["ingress"] == [{"from": [{"podSelector": of_jobs}]}]
-    assert job["egress"] == [{"to": [{"podSelector": of_jobs}]}]
+    labels = {"strata-job": "training.kubeflow.org/job-name", "strata-jobset": "jobset.sigs.k8s.io/jobset-name"}
+    for name, label in labels.items():
+        of_jobs = {"matchExpressions": [{"key": label, "operator": "Exists"}]}
+        assert own[name]["podSelector"] == of_jobs
+        assert own[name]["ingress"] == [{"from": [{"podSelector": of_jobs}]}]
+        assert own[name]["egress"] == [{"to": [{"podSelector": of_jobs}]}]
 
 
 def test_members_may_look_and_nothing_else(rendered):
@@ -186,6 +188,34 @@ def test_members_may_look_and_nothing_else(rendered):
     for role in roles:
         assert all(set(rule["verbs"]) <= {"get", "list", "watch"} for rule in role["rules"])
         assert all("secrets" not in rule["resources"] and "*" not in rule["resources"] for rule in role["rules"])
+
+
+def test_submitters_alone_may_start_and_cancel_what_runs_without_flyte(rendered):
+    own = [item for item in rendered["teams"] if item["metadata"].get("namespace") == "language-development"]
+    roles = {role["metadata"]["name"]: role["rules"] for role in of_kind(own, "Role")}
+    assert roles["strata-submitter"] == [
+        {"apiGroups": ["jobset.x-k8s.io"], "resources": ["jobsets"], "verbs": ["create", "patch"]},
+        {"apiGroups": ["kueue.x-k8s.io"], "resources": ["workloads"], "verbs": ["patch"]},
+    ]
+    subjects = {
+        item["roleRef"]["name"]: [each["name"] for each in item["subjects"]] for item in of_kind(own, "RoleBinding")
+    }
+    assert subjects["strata-submitter"] == ["language-leads"]
+    # They read what members read.
+    assert subjects["strata-member"] == ["language", "language-leads"]
+    others = [item for item in rendered["teams"] if item["metadata"].get("namespace") == "speech-development"]
+    assert "strata-submitter" not in [role["metadata"]["name"] for role in of_kind(others, "Role")]
+
+
+def test_a_pod_template_names_the_image_of_runs_without_flyte(rendered, helm):
+    for template in of_kind(rendered["teams"], "PodTemplate"):
+        image = template["metadata"]["annotations"]["strata/image"]
+        assert image in [
+            job["spec"]["template"]["spec"]["containers"][0]["image"] for job in of_kind(rendered["teams"], "Job")
+        ]
+    off = "tests.enabled=false,removal.enabled=false,queues.required=false"
+    without = helm.render("--set", f"tenants[0].project=p,tenants[0].domains={{d}},{off}")
+    assert all("annotations" not in template["metadata"] for template in of_kind(without, "PodTemplate"))
 
 
 def test_prices_are_a_table_that_estimate_reads_and_members_may_see(rendered):
@@ -379,7 +409,9 @@ def test_nodes_that_train_hold_the_image(rendered):
 
 
 def test_policies_know_the_queues_of_each_tenant(rendered):
-    policies = of_kind(rendered["teams"], "ValidatingAdmissionPolicy")
+    found = of_kind(rendered["teams"], "ValidatingAdmissionPolicy")
+    policies = [each for each in found if not each["metadata"]["name"].endswith("-jobsets")]
+    assert (len(found), len(policies)) == (3, 2)
     for policy in policies:
         # An API server that saw a policy with parameters go never finds those of the next installation.
         assert "paramKind" not in policy["spec"]
@@ -426,7 +458,7 @@ def test_tests_have_rights_only_while_they_run(rendered):
             assert item["metadata"]["annotations"]["helm.sh/hook"] == "test"
     for role in of_kind(rendered["teams"], "Role"):
         allowed = {"get", "list", "watch", "create", "delete"} | (
-            {"patch"} if role["metadata"]["name"] == "strata-removal" else set()
+            {"patch"} if role["metadata"]["name"] in ("strata-removal", "strata-submitter") else set()
         )
         assert all(set(rule["verbs"]) <= allowed for rule in role["rules"])
         assert all("secrets" not in rule["resources"] for rule in role["rules"])

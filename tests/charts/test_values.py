@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from strata_platform.chart import values_docs
 from strata_platform.chart.values import ChartValues
+from strata_platform.pod_settings import GRACE_SECONDS
 from tests.charts.conftest import CHART, PRESETS, ROOT
 from tests.charts.helpers.wrong_values import REFUSED_BY_THE_SCHEMA, REFUSED_BY_THE_TEMPLATES
 
@@ -109,8 +110,7 @@ def test_what_the_templates_refuse_is_right_key_by_key(case):
 
 def test_pods_have_the_grace_period_and_the_caches_of_the_runtime():
     template = ChartValues().tenant_defaults.pod_template
-    topology = (ROOT / "tasks" / "topology.py").read_text()
-    assert f"GRACE_SECONDS = {template.termination_grace_period_seconds}\n" in topology
+    assert template.termination_grace_period_seconds == GRACE_SECONDS
     dockerfile = (ROOT / "Dockerfile").read_text()
     assert f"TRITON_CACHE_DIR={template.caches.triton.path} " in dockerfile
     assert f"HF_HOME={template.caches.hugging_face.path}\n" in dockerfile

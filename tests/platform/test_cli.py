@@ -120,7 +120,7 @@ def test_files_that_a_spec_names_and_this_machine_lacks(tmp_path, backend):
     heading, *lines = result.stderr.splitlines()
     assert heading.endswith("my.yaml has 6 problems:") and heading.startswith("WARNING: ") == (backend == "flyte")
     if backend == "local":
-        assert lines.pop() == "for a run on a cluster whose pods have these files, add --backend flyte"
+        assert lines.pop() == "for a run on a cluster whose pods have these files, add --backend flyte or kubernetes"
     assert lines == [
         "  data.source[0] (line 2): there is no such file on this machine; given: 'rows.jsonl'; did you mean "
         "'rows.json'?",

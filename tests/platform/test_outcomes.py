@@ -15,6 +15,7 @@ from strata_platform.outcomes import outcome_of_exit, outcome_of_job
         (2, "bad_input", "the spec or the data must change"),
         (68, "unreachable", "could not be reached"),
         (69, "unhealthy", "not fit to train on"),
+        (74, "lost", "lost its peers"),
         (75, "hung", "stacks"),
         (124, "time_limit", "raise it"),
         (-15, "preempted", "wants the machine back"),
@@ -51,6 +52,9 @@ def test_exit_codes_become_outcomes(code, kind, words):
         # The others lost their peer.
         ([1, -9], "killed"),
         ([1, 68], "unreachable"),
+        ([74, -15], "lost"),
+        ([74, 1], "failed"),
+        ([74, -9], "killed"),
         ([75, 1], "hung"),
         ([69, 1, -15], "unhealthy"),
         ([68, 2], "bad_input"),
@@ -64,3 +68,10 @@ def test_the_cause_decides_about_a_job(codes, kind):
 def test_examples():
     result = doctest.testmod(outcomes)
     assert result.attempted and not result.failed
+
+
+def test_codes_that_a_cluster_retries_are_those_of_retryable_outcomes():
+    retried = set(outcomes.RETRYABLE_CODES)
+    assert retried >= {68, 69, 74, 75, 128 + 9, 128 + 15} and not retried & {0, 1, 2, 3, 124, 128}
+    # Kubernetes wants them in order.
+    assert list(outcomes.RETRYABLE_CODES) == sorted(retried)

@@ -20,10 +20,10 @@ from flytekit.models.task import Resources
 from flytekit.tools.translator import get_serializable
 from flytekitplugins.kfpytorch import CleanPodPolicy
 
+from strata_platform.pod_settings import GRACE_SECONDS, RETRIES
 from strata_platform.spec import RunSpec, load_spec
 from tasks import topology
 from tasks.prepare import plan
-from tasks.resources import RETRIES
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.topology import SHAPES, task_for, training_task
 from workflows.finetune import finetune, train_on_parts
@@ -178,9 +178,9 @@ def test_pods_of_training(shape):
     found = template(TASKS[shape])
     assert found.metadata.retries.retries == RETRIES
     pod = found.k8s_pod.pod_spec
-    assert pod["terminationGracePeriodSeconds"] == topology.GRACE_SECONDS
+    assert pod["terminationGracePeriodSeconds"] == GRACE_SECONDS
     environment = {variable["name"]: variable["value"] for variable in pod["containers"][0]["env"]}
-    assert int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < topology.GRACE_SECONDS
+    assert int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < GRACE_SECONDS
     assert environment["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "300"
     # The plugin's own way to enlarge /dev/shm writes to a template that tasks share.
     assert "volumes" not in pod

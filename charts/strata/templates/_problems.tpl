@@ -33,10 +33,12 @@ kernels.store.url: empty, but kernels.store.secret is set; set kernels.store.url
 {{- if or (hasPrefix "kube-" .namespace) (has .namespace $others) }}
 {{ $where }}: the namespace {{ .namespace }} belongs to the cluster, and tenants' policies and rights would hold for what runs there; choose another project or domain
 {{- end }}
-{{- range .members }}
+{{- range $list := list "members" "submitters" }}
+{{- range get $.tenant $list }}
 {{- $account := printf "system:serviceaccount%s:" (ternary "s" "" (eq .kind "Group")) }}
 {{- if and (hasPrefix "system:" .name) (not (hasPrefix $account .name)) }}
-{{ $where }}.members ({{ .name }}): Kubernetes gives this name to accounts that are not of one team, such as all that are logged in; name a {{ lower .kind }} of your own
+{{ $where }}.{{ $list }} ({{ .name }}): Kubernetes gives this name to accounts that are not of one team, such as all that are logged in; name a {{ lower .kind }} of your own
+{{- end }}
 {{- end }}
 {{- end }}
 {{- range $label, $_ := .labels }}

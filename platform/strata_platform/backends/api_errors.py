@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-import grpc
 from urllib3.exceptions import HTTPError
 
-from strata_platform.backends.flyte_login import LoginFailed
+from strata_platform.backends.flyte_config import LoginFailed
 from strata_platform.errors import BackendError, Refused, RunNotFound, StrataError, Unreachable
 from strata_platform.kubernetes_api import ApiError, NoConfiguration
 
@@ -39,8 +40,16 @@ def translated_errors(what: str) -> Iterator[None]:
     """Translate the errors of the block; `what` completes the sentence "Flyte refused", as in "to submit x"."""
     try:
         yield
-    except (ApiError, NoConfiguration, HTTPError, LoginFailed, grpc.RpcError) as error:
+    except (ApiError, NoConfiguration, HTTPError, LoginFailed) as error:
         raise translate(error, what) from error
+    except _errors_of_grpc() as error:
+        raise translate(error, what) from error
+
+
+def _errors_of_grpc() -> tuple[type[Exception], ...]:
+    """Errors of Flyte's client; () where nothing has imported it, as without Flyte, which needs no grpc."""
+    grpc = sys.modules.get("grpc")
+    return () if grpc is None else (grpc.RpcError,)
 
 
 def translate(error: Exception, what: str) -> StrataError:
@@ -54,9 +63,10 @@ def translate(error: Exception, what: str) -> StrataError:
         return Unreachable(f"Kubernetes does not answer the request {what}: {error}")
     if isinstance(error, LoginFailed):
         return Refused(f"Flyte asks who you are {what}: {error}", status=401, reason="NotLoggedIn")
-    assert isinstance(error, grpc.Call), error
-    code = error.code().name
-    return _error(f"Flyte refused {what}", _STATUS.get(code, 500), code, error.details() or code)
+    # grpc's errors are calls, which its types do not say.
+    call: Any = error
+    code = call.code().name
+    return _error(f"Flyte refused {what}", _STATUS.get(code, 500), code, call.details() or code)
 
 
 def _error(what: str, status: int, reason: str, message: str) -> StrataError:

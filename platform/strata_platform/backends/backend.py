@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from strata_platform.errors import BackendError, Unreachable
+from strata_platform.errors import BackendError, RunExists, Unreachable
 from strata_platform.estimate.gpus import GPUS, Gpu, gpu_by_name
 from strata_platform.run_layout import RunLayout
 from strata_platform.runs import EvaluationPoint, Event, LogLine, MetricPoint, Outputs, Run, Stage
@@ -48,7 +48,10 @@ class Retry:
 
 
 class Backend(Protocol):
-    """Where runs go: local processes, or Flyte. Every method but `submit` raises RunNotFound for an unknown name."""
+    """Where runs go: local processes, Flyte, or Kubernetes alone.
+
+    Every method but `submit` raises RunNotFound for an unknown name.
+    """
 
     name: str
 
@@ -84,6 +87,20 @@ class Backend(Protocol):
 
     def records(self, since: float) -> Iterator[tuple[Run, Mapping[str, Any] | None]]:
         """The runs submitted since a time, the newest first, each with its completion record if it succeeded."""
+
+
+def execution_name(name: str, number: int) -> str:
+    """The name of a run's `number`-th execution on a cluster. It has to begin with a letter."""
+    first = name if name[:1].isalpha() else f"run-{name}"
+    return first if number == 1 else f"{first}-x{number}"
+
+
+def already_runs(name: str, state: str, where: str) -> RunExists:
+    """The error for a submission of a run that has not ended; `state` and `where` complete the sentence."""
+    return RunExists(
+        f"run {name!r} {state}, {where}; follow it with 'strata logs -f {name}', end it with 'strata cancel {name}', "
+        "or choose another name"
+    )
 
 
 def find_gpu(name: str) -> Gpu | None:

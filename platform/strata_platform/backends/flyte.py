@@ -16,7 +16,7 @@ from flyteidl.admin.execution_pb2 import Execution
 
 from strata_platform import progress_line
 from strata_platform.backends.api_errors import translated_errors
-from strata_platform.backends.backend import Pause, destinations, eval_loss, find_gpu, parse_points, with_progress
+from strata_platform.backends.backend import Pause, already_runs, destinations, execution_name, find_gpu, parse_points
 from strata_platform.backends.flyte_admin import FlyteAdmin
 from strata_platform.backends.flyte_config import FlyteConfig
 from strata_platform.backends.flyte_messages import (
@@ -25,7 +25,6 @@ from strata_platform.backends.flyte_messages import (
     OWNER,
     created,
     events_of,
-    execution_name,
     message_of,
     owner_of,
     phase_of,
@@ -36,15 +35,14 @@ from strata_platform.backends.flyte_messages import (
 )
 from strata_platform.backends.flyte_registration import Registration
 from strata_platform.backends.flyte_store import FlyteStore
-from strata_platform.backends.kubernetes_objects import Namespace, RunStatus, shape_of
-from strata_platform.backends.pod_logs import PodLogs, line_of, main_pods, read_log
+from strata_platform.backends.kubernetes_objects import Namespace, require_admission, shape_of
+from strata_platform.backends.pod_logs import PodLogs
+from strata_platform.backends.pod_progress import PodProgress, with_record, with_status
 from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound
 from strata_platform.estimate.gpus import Gpu
-from strata_platform.kubernetes_api import Object
 from strata_platform.owner import this_user
-from strata_platform.queue_shares import CONFIG_MAP, KEY, Shares
 from strata_platform.run_layout import METRICS
-from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run, Stage
+from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run
 
 if TYPE_CHECKING:
     from strata_platform.spec import RunSpec
@@ -84,7 +82,7 @@ class FlyteBackend:
         self._registration = Registration(self._admin, image=image, version=version, source=source)
         self._where, self._context = f"{project}-{domain}", context
         self._namespace: Namespace | None = None
-        self._progress: dict[str, dict[str, Any]] = {}
+        self._progress = PodProgress()
         self._newest_of: dict[str, Execution] = {}
         self._looked: tuple[float, float] = (inf, -inf)
 
@@ -94,13 +92,7 @@ class FlyteBackend:
 
     def require_admission(self, resources: Resources, topology: Topology) -> None:
         """Raises BackendError if the tenant's queues can never admit the run. Warns if that is not known."""
-        try:
-            text = self._kubernetes().text(CONFIG_MAP, KEY)
-        except BackendError as error:
-            log.warning("whether a queue admits the run is not known: %s", error)
-            return
-        if text is not None and (problem := Shares.parse(text).problem(resources, topology)):
-            raise BackendError(problem, status=422, reason="Inadmissible")
+        require_admission(self._kubernetes, resources, topology)
 
     def submit(self, spec: RunSpec) -> Run:
         """Start an execution of the workflow.
@@ -132,12 +124,9 @@ class FlyteBackend:
             return self._run(self._fetch(name))
 
     def _exists(self, execution: Execution) -> RunExists:
-        name, by = run_name(execution), owner_of(execution)
+        by = owner_of(execution)
         state = "was submitted at the same moment" if phase_of(execution).is_end else "has not ended"
-        return RunExists(
-            f"run {name!r} {state}, as execution {execution.id.name}{f' of {by}' if by else ''}; follow it with "
-            f"'strata logs -f {name}', end it with 'strata cancel {name}', or choose another name"
-        )
+        return already_runs(run_name(execution), state, f"as execution {execution.id.name}{f' of {by}' if by else ''}")
 
     def get(self, name: str) -> Run:
         """The newest execution of this name, with what its pods report."""
@@ -296,37 +285,10 @@ class FlyteBackend:
             namespace = self._kubernetes()
             pods = namespace.pods(execution.id.name)
             status = namespace.status(execution.id.name, pods)
-            return self._with_training(_with_status(run, status), namespace, pods, execution.id.name)
+            return self._progress.read(with_status(run, status), namespace, pods, execution.id.name)
         except BackendError as error:
             # Without rights to Kubernetes, or while the node of rank 0 does not answer, Flyte's phase remains.
             return replace(run, message="; ".join(filter(None, (run.message, str(error)))))
-
-    def _with_training(self, run: Run, namespace: Namespace, pods: Sequence[Object], execution: str) -> Run:
-        """The run with the progress that rank 0 reported; values that it reports only once are remembered."""
-        known = self._progress.setdefault(execution, {})
-        last: list[MetricPoint] = []
-        for pod in main_pods(pods):
-            seen = known.get("pod") == pod["metadata"]["uid"]
-            if not seen:
-                known |= {"pod": pod["metadata"]["uid"], "stage": run.stage or Stage.STARTING}
-            with translated_errors(f"to read the log of {pod['metadata']['name']}"):
-                raws = read_log(namespace, pod, follow=False, last=200 if seen else None)
-                lines = [found[1].text for raw in raws if (found := line_of(pod, raw))]
-            values = [value for value in map(progress_line.decode, lines) if value is not None]
-            for value in values:
-                known |= {key: value[key] for key in ("stage", "steps", "attempt", "stopped_early") if key in value}
-                known |= {"eval_loss": eval_loss(value["evaluation"])} if "evaluation" in value else {}
-            last = list(parse_points(value["point"] for value in values if "point" in value))
-            if run.stage in (Stage.STARTING, Stage.EVALUATING):
-                run = replace(run, stage=Stage(known["stage"]))
-        run = replace(
-            run,
-            steps=known.get("steps"),
-            restarts=known.get("attempt", 0),
-            eval_loss=known.get("eval_loss"),
-            stopped_early=known.get("stopped_early"),
-        )
-        return with_progress(run, last)
 
     def _with_record(self, run: Run, execution: Execution) -> Run:
         try:
@@ -334,17 +296,7 @@ class FlyteBackend:
         except BackendError as error:
             # The run succeeded, whether or not this machine can reach the object store.
             return replace(run, message=str(error))
-        return replace(
-            run,
-            step=record["steps"],
-            steps=record["steps_asked"],
-            loss=record["train_loss"],
-            eval_loss=record["eval_loss_after"],
-            # Records of earlier versions do not have it.
-            stopped_early=record["steps"] if record.get("stopped_early") else None,
-            tokens_per_second=record["tokens_per_second"],
-            restarts=record["restarts"],
-        )
+        return with_record(run, record)
 
     def _record(self, execution: Execution) -> dict[str, Any]:
         """The completion record among the outputs of an execution that succeeded."""
@@ -414,16 +366,4 @@ class FlyteBackend:
         except BackendError as error:
             log.warning("which runs wait is not known: %s", error)
             return runs
-        return [_with_status(run, statuses[live[run.name]]) if run.name in live else run for run in runs]
-
-
-def _with_status(run: Run, status: RunStatus) -> Run:
-    """A run that has not ended, as its objects show it."""
-    return replace(
-        run,
-        phase=Phase.QUEUED if status.stage is Stage.WAITING else run.phase,
-        stage=status.stage,
-        message=status.message,
-        queue=status.queue,
-        position=status.position,
-    )
+        return [with_status(run, statuses[live[run.name]]) if run.name in live else run for run in runs]

@@ -28,6 +28,10 @@ _FLAGS = ("insecure", "skip_verify", "proxied")
 _OFF = ("", "false", "0", "off", "no")
 
 
+class LoginFailed(Exception):
+    """Flyte asks who calls, and no token could be had."""
+
+
 @dataclass(frozen=True)
 class FlyteConfig:
     """Address of Flyte, and of the store of its outputs where the machine has no other access to that."""

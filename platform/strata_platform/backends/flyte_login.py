@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from strata_platform.backends.flyte_config import FlyteConfig
+from strata_platform.backends.flyte_config import FlyteConfig, LoginFailed
 
 if TYPE_CHECKING:
     from flytekit.configuration import PlatformConfig
@@ -23,10 +23,6 @@ _WAYS = (
     "machine), DeviceFlow (a browser anywhere, if the identity provider offers it), or ClientSecret with clientId and "
     "clientSecretLocation or clientSecretEnvVar (no person)"
 )
-
-
-class LoginFailed(Exception):
-    """Flyte asks who calls, and no token could be had."""
 
 
 def logged_in_channel(config: FlyteConfig, options: Sequence[tuple[str, Any]]) -> grpc.Channel:

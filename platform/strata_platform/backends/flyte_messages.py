@@ -39,12 +39,6 @@ LIVE = "value_in(phase,{})".format(
 """Flyte's filter of executions that have not ended."""
 
 
-def execution_name(name: str, number: int) -> str:
-    """The name of a run's `number`-th execution. Flyte requires names to begin with a letter."""
-    first = name if name[:1].isalpha() else f"run-{name}"
-    return first if number == 1 else f"{first}-x{number}"
-
-
 def run_name(execution: Execution) -> str:
     """The name of the run; for an execution that another client started, the execution's own."""
     return str(execution.spec.labels.values.get(NAME, execution.id.name))

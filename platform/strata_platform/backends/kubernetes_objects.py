@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import builtins
+import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from strata_platform.backends.api_errors import translated_errors
+from strata_platform.errors import BackendError
 from strata_platform.kubernetes_api import Access, ApiError, KubernetesApi, Object
+from strata_platform.queue_shares import CONFIG_MAP, KEY, Shares
 from strata_platform.runs import Event, Stage
+
+if TYPE_CHECKING:
+    from strata_platform.spec.run_spec import Resources, Topology
+
+log = logging.getLogger(__name__)
 
 JOBS = ("kubeflow.org", "v1", "pytorchjobs")
 WORKLOADS = ("kueue.x-k8s.io", "v1beta2", "workloads")
 EXECUTION, TASK, REPLICA = "execution-id", "task-name", "training.kubeflow.org/replica-index"
+# Labels of the pods of a JobSet: pods and processes per pod, which Strata sets, and those that Kubernetes sets.
+SHAPE, INDEX, RESTART = "strata/shape", "batch.kubernetes.io/job-completion-index", "jobset.sigs.k8s.io/restart-attempt"
 
 FINISH = "tasks-finish-finish"
 """The task that evaluates and exports."""
@@ -28,6 +39,23 @@ _STAGES = {
 # What Kueue says of a flavor whose whole quota is too small, and of one that is merely used by others.
 _NEVER, _LATER = "> maximum capacity", "unused quota"
 _TRAINING = re.compile(r"tasks-topology-train-(\d+)x(\d+)$")
+_SHAPE = re.compile(r"(\d+)x(\d+)")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How the objects of a run are known, by what made them."""
+
+    label: str
+    """Label with the name of the execution."""
+    jobs: tuple[str, str, str]
+    """Group, version and plural of its training jobs."""
+    part: str
+    """Regular expression of what the names of objects of an execution have after its own name."""
+
+
+FLYTE = Origin(EXECUTION, JOBS, r"-n\d")
+JOB_SET = Origin("strata/execution", ("jobset.x-k8s.io", "v1alpha2", "jobsets"), r"-w-0")
 
 
 @dataclass(frozen=True)
@@ -43,8 +71,8 @@ class RunStatus:
 class Namespace:
     """Reads the objects of a tenant's namespace. Every method raises errors of `strata_platform.errors`."""
 
-    def __init__(self, namespace: str, context: str | None = None) -> None:
-        self.namespace = namespace
+    def __init__(self, namespace: str, context: str | None = None, origin: Origin = FLYTE) -> None:
+        self.namespace, self.origin = namespace, origin
         with translated_errors("to read its configuration"):
             self.api = KubernetesApi(Access.of_environment(context))
         self.core = f"/api/v1/namespaces/{namespace}"
@@ -52,23 +80,24 @@ class Namespace:
     def pods(self, execution: str) -> list[Object]:
         """The pods of an execution, the oldest first."""
         with translated_errors(f"to list the pods of {execution}"):
-            found = self.api.items(f"{self.core}/pods", labelSelector=f"{EXECUTION}={execution}")
+            found = self.api.items(f"{self.core}/pods", labelSelector=f"{self.origin.label}={execution}")
         return sorted(found, key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
 
     def status(self, execution: str, pods: Sequence[Object]) -> RunStatus:
         """Stage of an execution that has these pods."""
-        return status_of(pods, self._list(WORKLOADS), self._uids(execution, pods))
+        return status_of(pods, self.list(WORKLOADS), self._uids(execution, pods))
 
     def statuses(self, executions: Iterable[str]) -> dict[str, RunStatus]:
         """Stages of many executions, in three requests."""
         with translated_errors("to list the pods of all runs"):
-            pods = self.api.items(f"{self.core}/pods", labelSelector=EXECUTION)
+            pods = self.api.items(f"{self.core}/pods", labelSelector=self.origin.label)
         pods.sort(key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
-        jobs, workloads = self._list(JOBS, EXECUTION), self._list(WORKLOADS)
+        label = self.origin.label
+        jobs, workloads = self.list(self.origin.jobs, label), self.list(WORKLOADS)
         found = {}
         for execution in executions:
-            mine = [pod for pod in pods if _labels(pod).get(EXECUTION) == execution]
-            uids = {item["metadata"]["uid"] for item in (*mine, *jobs) if _labels(item).get(EXECUTION) == execution}
+            mine = [pod for pod in pods if labels_of(pod).get(label) == execution]
+            uids = {item["metadata"]["uid"] for item in (*mine, *jobs) if labels_of(item).get(label) == execution}
             found[execution] = status_of(mine, workloads, uids)
         return found
 
@@ -79,8 +108,8 @@ class Namespace:
         Flyte hashes names of more than 50 characters, which are then missed.
         """
         mine = self._uids(execution, self.pods(execution))
-        mine |= {workload["metadata"]["uid"] for workload in self._list(WORKLOADS) if _is_of(workload, mine)}
-        gone = re.compile(rf"(?:(?:pod|pytorchjob)-)?{re.escape(execution)}(?:-n\d|$)")
+        mine |= {workload["metadata"]["uid"] for workload in self.list(WORKLOADS) if is_of(workload, mine)}
+        gone = re.compile(rf"(?:(?:pod|pytorchjob|jobset)-)?{re.escape(execution)}(?:{self.origin.part}|$)")
         with translated_errors(f"to list the events of {execution}"):
             found = self.api.items(f"{self.core}/events")
         about = ((item, item["involvedObject"]) for item in found)
@@ -89,22 +118,22 @@ class Namespace:
 
     def hopeless(self, before: datetime) -> dict[str, Object]:
         """Workloads of runs that wait since `before` a time or longer and can never be admitted, by execution."""
-        found = [each for each in self._list(WORKLOADS) if is_hopeless(each) and waits_since(each) <= before]
+        found = [each for each in self.list(WORKLOADS) if is_hopeless(each) and waits_since(each) <= before]
         if not found:
             return {}
         with translated_errors("to list the pods of all runs"):
             pods = self.api.items(f"{self.core}/pods", labelSelector=EXECUTION)
-        owners = [*pods, *self._list(JOBS, EXECUTION)]
+        owners = [*pods, *self.list(JOBS, EXECUTION)]
         return {
-            _labels(owner)[EXECUTION]: workload
+            labels_of(owner)[EXECUTION]: workload
             for workload in found
             for owner in owners
-            if _is_of(workload, {owner["metadata"]["uid"]})
+            if is_of(workload, {owner["metadata"]["uid"]})
         }
 
     def _uids(self, execution: str, pods: Sequence[Object]) -> set[str]:
         """The uids of an execution's pods and jobs."""
-        jobs = self._list(JOBS, f"{EXECUTION}={execution}")
+        jobs = self.list(self.origin.jobs, f"{self.origin.label}={execution}")
         return {item["metadata"]["uid"] for item in (*pods, *jobs)}
 
     def text(self, config_map: str, key: str) -> str | None:
@@ -118,7 +147,8 @@ class Namespace:
                 return None
         return (data or {}).get(key)
 
-    def _list(self, kind: tuple[str, str, str], labels: str = "") -> list[Object]:
+    def list(self, kind: tuple[str, str, str], labels: str = "") -> builtins.list[Object]:
+        """The objects of a kind, with these labels; [] where the kind is not installed."""
         group, version, plural = kind
         with translated_errors(f"to list {plural}"):
             try:
@@ -132,24 +162,49 @@ class Namespace:
                 return []
 
 
-def _labels(item: Mapping[str, Any]) -> Mapping[str, str]:
+def require_admission(namespace: Callable[[], Namespace], resources: Resources, topology: Topology) -> None:
+    """Raises BackendError if the queues of the tenant can never admit a run. Warns if that is not known."""
+    try:
+        text = namespace().text(CONFIG_MAP, KEY)
+    except BackendError as error:
+        log.warning("whether a queue admits the run is not known: %s", error)
+        return
+    if text is not None and (problem := Shares.parse(text).problem(resources, topology)):
+        raise BackendError(problem, status=422, reason="Inadmissible")
+
+
+def labels_of(item: Mapping[str, Any]) -> Mapping[str, str]:
+    """The labels of an object."""
     return item["metadata"].get("labels") or {}
 
 
 def shape_of(pod: Object) -> tuple[int, int] | None:
     """Pods and processes per pod of the training job that the pod belongs to; None for any other pod."""
-    found = _TRAINING.match(task_of(pod))
+    found = _TRAINING.match(task_of(pod)) or _SHAPE.fullmatch(labels_of(pod).get(SHAPE, ""))
     return (int(found[1]), int(found[2])) if found else None
+
+
+def index_of(pod: Object) -> int:
+    """The number of a pod within its training job, from 0."""
+    labels = labels_of(pod)
+    return int(labels.get(REPLICA) or labels.get(INDEX) or 0)
+
+
+def attempt_of(pod: Object) -> int:
+    """Which attempt of the training job a pod is of, from 0."""
+    variables = pod["spec"]["containers"][0].get("env") or []
+    flytes = (item["value"] for item in variables if item["name"] == "FLYTE_ATTEMPT_NUMBER")
+    return int(next(flytes, labels_of(pod).get(RESTART, 0)))
 
 
 def task_of(pod: Object) -> str:
     """The name of the Flyte task that a pod is of, as in its label."""
-    return _labels(pod).get(TASK, "")
+    return labels_of(pod).get(TASK, "")
 
 
 def status_of(pods: Sequence[Object], workloads: Sequence[Object], mine: set[str]) -> RunStatus:
     """Stage of a run, by its `pods`, all workloads of its namespace, and the uids of its own pods and jobs (`mine`)."""
-    waiting = [workload for workload in workloads if _is_of(workload, mine) and _is_waiting(workload)]
+    waiting = [workload for workload in workloads if is_of(workload, mine) and _is_waiting(workload)]
     if waiting:
         return _in_queue(waiting[-1], workloads)
     active = [
@@ -226,7 +281,8 @@ def _turn(workload: Object) -> tuple[int, str, str]:
     return -int(workload["spec"].get("priority") or 0), metadata["creationTimestamp"], metadata["name"]
 
 
-def _is_of(workload: Object, mine: set[str]) -> bool:
+def is_of(workload: Object, mine: set[str]) -> bool:
+    """Whether an object with one of these uids owns a workload."""
     return any(owner["uid"] in mine for owner in workload["metadata"].get("ownerReferences", []))
 
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strata_platform.backends.backend import Pause, destinations, find_gpu, parse_points, with_progress
+from strata_platform.backends.backend import Pause, already_runs, destinations, find_gpu, parse_points, with_progress
 from strata_platform.backends.run_state import CANCEL, RESUBMIT, RunFiles, State, read_last, tail
 from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound
 from strata_platform.estimate.gpus import Gpu
@@ -251,10 +251,7 @@ def _follow(files: RunFiles, file: Path, pause: Pause | None) -> Iterator[dict[s
 
 
 def _exists(name: str, files: RunFiles) -> RunExists:
-    return RunExists(
-        f"run {name!r} has not ended, in {files.run}; follow it with 'strata logs -f {name}', end it with 'strata "
-        f"cancel {name}', or choose another name"
-    )
+    return already_runs(name, "has not ended", f"in {files.run}")
 
 
 def _signal_supervisor(pid: int, files: RunFiles) -> None:

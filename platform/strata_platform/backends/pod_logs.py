@@ -18,7 +18,7 @@ from urllib3.exceptions import HTTPError
 
 from strata_platform.backends.api_errors import translated_errors
 from strata_platform.backends.backend import Pause, Retry
-from strata_platform.backends.kubernetes_objects import FINISH, REPLICA, Namespace, shape_of, task_of
+from strata_platform.backends.kubernetes_objects import FINISH, Namespace, attempt_of, index_of, shape_of, task_of
 from strata_platform.errors import Unreachable
 from strata_platform.kubernetes_api import ApiError, Object
 from strata_platform.runs import LogLine
@@ -54,15 +54,10 @@ def line_of(pod: Object, raw: str) -> tuple[str, LogLine] | None:
     text = text.rstrip("\r\n").rpartition("\r")[2]
     shape, rank = shape_of(pod), None
     if shape is not None:
-        rank = int(pod["metadata"]["labels"].get(REPLICA, 0)) * shape[1]
+        rank = index_of(pod) * shape[1]
         if found := _OF_RANK.match(text):
             rank, text = int(found[1]), text[found.end() :]
-    return stamp, LogLine(_seconds(stamp), rank, text, pod["metadata"]["name"], _attempt(pod))
-
-
-def _attempt(pod: Object) -> int:
-    variables = pod["spec"]["containers"][0].get("env") or []
-    return next((int(item["value"]) for item in variables if item["name"] == "FLYTE_ATTEMPT_NUMBER"), 0)
+    return stamp, LogLine(_seconds(stamp), rank, text, pod["metadata"]["name"], attempt_of(pod))
 
 
 def _utc(stamp: str) -> str | None:
@@ -208,7 +203,7 @@ def main_pods(pods: Iterable[Object]) -> list[Object]:
         pod
         for pod in pods
         if (shape_of(pod) is not None or task_of(pod) == FINISH)
-        and pod["metadata"]["labels"].get(REPLICA, "0") == "0"
+        and index_of(pod) == 0
         and pod["status"].get("phase") == "Running"
         and has_begun(pod)
         and "deletionTimestamp" not in pod["metadata"]

@@ -22,7 +22,8 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from strata_platform.backends.kubernetes_objects import EXECUTION
+from strata_platform.backends.job_set import CANCELED
+from strata_platform.backends.kubernetes_objects import FLYTE, JOB_SET
 from strata_platform.chart.value_fields import duration
 from strata_platform.kubernetes_api import Access, ApiError, KubernetesApi, Object
 from strata_platform.run_layout import RunLayout
@@ -60,12 +61,16 @@ class Retention:
         if longest is None:
             return
         for place in self._settings.namespaces:
-            jobs = f"/apis/kubeflow.org/v1/namespaces/{place}/pytorchjobs"
-            pods = f"/api/v1/namespaces/{place}/pods"
-            for path, kind, ended in ((jobs, "job", _job_ended), (pods, "pod", _pod_ended)):
+            kinds: list[tuple[str, str, str, Callable[[Object], datetime | None]]] = [
+                (f"/apis/{group}/{version}/namespaces/{place}/{plural}", label, "job", _job_ended)
+                for label, (group, version, plural) in ((made.label, made.jobs) for made in (FLYTE, JOB_SET))
+            ]
+            # A JobSet's pods go with it.
+            kinds.append((f"/api/v1/namespaces/{place}/pods", FLYTE.label, "pod", _pod_ended))
+            for path, label, kind, ended in kinds:
                 try:
-                    # Flyte's label: other programs' pods are none of ours.
-                    found = _items(api, path, EXECUTION)
+                    # These labels: other programs' pods are none of ours.
+                    found = _items(api, path, label)
                 except ApiError as error:
                     self.failed.append(f"{kind}s of {place}: {error}")
                     continue
@@ -216,8 +221,11 @@ def _items(api: KubernetesApi, path: str, labels: str) -> list[Object]:
 def _job_ended(job: Object) -> datetime | None:
     ended = job.get("status", {}).get("completionTime")
     for condition in job.get("status", {}).get("conditions") or []:
-        if condition["type"] == "Failed" and condition["status"] == "True":
+        # JobSet says Completed, and has no completionTime.
+        if condition["type"] in ("Failed", "Completed") and condition["status"] == "True":
             ended = ended or condition["lastTransitionTime"]
+    if not ended and (canceled := (job["metadata"].get("annotations") or {}).get(CANCELED)):
+        return datetime.fromtimestamp(float(canceled), UTC)
     return datetime.fromisoformat(ended) if ended else None
 
 

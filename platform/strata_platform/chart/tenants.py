@@ -27,7 +27,7 @@ from strata_platform.kubernetes_answers import TASK_LIMITS
 
 
 class Member(Values):
-    """A group or user with read access to a tenant's runs."""
+    """A group or user of a tenant."""
 
     kind: Literal["Group", "User"] = Field(description="Kind of identity.")
     name: Annotated[str, Field(min_length=1)] = Field(description="Name of the group or user.")
@@ -201,6 +201,11 @@ class TenantSettings(Values):
     )
     members: tuple[Member, ...] = Field(
         (), description="Groups and users that may read pods, logs, events, jobs, queues."
+    )
+    submitters: tuple[Member, ...] = Field(
+        (),
+        description="Groups and users that may also submit and cancel runs without Flyte, as JobSets. Such a pod can "
+        "read every Secret and claim of the namespace.",
     )
     service_account: ServiceAccount = Field(ServiceAccount(), description="Identity of the pods.")
     queues: tuple[TenantQueue, ...] = Field((), description="Queues that the tenant's runs may name.")

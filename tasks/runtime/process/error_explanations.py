@@ -84,6 +84,18 @@ def explain(error: BaseException) -> Explanation | None:
     return next((found for pattern, found in _FOREIGN_ERRORS if re.search(pattern, text)), None)
 
 
+def reason_to_retry(error: BaseException, processes: int) -> str | None:
+    """Why another attempt of a job of so many processes may succeed after this error; None if it cannot.
+
+    A collective that loses a peer raises RuntimeError, as other faults of a machine do. Without an explanation a job of
+    several processes is therefore retried.
+    """
+    known = explain(error)
+    if known is not None:
+        return known.sentence if known.retry else None
+    return "a process failed or lost its peers" if isinstance(error, RuntimeError) and processes > 1 else None
+
+
 # Libraries allocate GPU memory of their own, outside PyTorch's allocator, and raise errors of their own.
 _OUT_OF_MEMORY = re.compile(
     r"CUDA error: out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED|Cuda failure (\d+ )?'out of memory'"

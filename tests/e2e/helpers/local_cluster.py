@@ -29,7 +29,7 @@ from typing import Any
 import yaml
 
 from strata_platform.chart import keep_kinds
-from tests.e2e.helpers import upstream_flyte
+from tests.e2e.helpers import job_set_controller, upstream_flyte
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = Path(os.environ.get("STRATA_CLUSTER", "")).absolute()
@@ -55,6 +55,8 @@ SEEN = {
     "venv": Path(sys.prefix),
     "kernels": ROOT / "kernels",
     "platform": ROOT / "platform",
+    # For runs without Flyte, whose code is the image's.
+    "tasks": ROOT / "tasks",
 }
 # The machine is busy: a slow answer is none of a dead server, and servers get their share.
 PATIENT = {"timeoutSeconds": 15, "failureThreshold": 8, "periodSeconds": 2}
@@ -133,6 +135,7 @@ def build() -> None:
         if upstream_flyte.PROGRAM:
             upstream_flyte.pack(SCRIPTS, STATE / "images")
             upstream_flyte.install_provider(PROVIDER)
+        job_set_controller.build(SCRIPTS, STATE)
     except (OSError, subprocess.SubprocessError) as error:
         raise CannotError(f"the cluster's programs cannot be built here: {error}") from error
 
@@ -147,6 +150,7 @@ def up() -> None:
     # A bridge without an address of its own takes the lowest of its ports', another one whenever pods come and go: for
     # the most of a minute the others then know no way to the stores and the API server.
     inside("ip", "link", "set", "cni0", "address", BRIDGE, limit=10)
+    job_set_controller.start_names(SCRIPTS, STATE)
     if upstream_flyte.PROGRAM:
         upstream_flyte.start_database(partial(inside, limit=60), DATABASE, STORE)
         upstream_flyte.start_provider([str(SCRIPTS / "ns.sh")], PROVIDER, STORE)
@@ -177,9 +181,14 @@ def install() -> None:
                 container[probe] |= PATIENT | {"initialDelaySeconds": 1}
     apply(*manifests)
     vendor()
+    # Before Kueue, which looks for the kinds that it manages.
+    jobset = {"image": image("jobset"), "controller": {"resources": SHARE}}
+    chart = str(module(job_set_controller.MODULE) / "charts" / "jobset")
+    own = ["helm", "install", "jobset", chart, "--namespace", "jobset-system", "--create-namespace", "--values", "-"]
+    inside(*own, limit=60, text=yaml.safe_dump(jobset))
     install_stack()
     # As in an image. Pods see them read-only, and each of their processes would compile them again.
-    for name in ("kernels", "platform"):
+    for name in ("kernels", "platform", "tasks"):
         compileall.compile_dir(SEEN[name], quiet=1)
     RUNS.mkdir(mode=0o777, parents=True)
     apply(*claims())

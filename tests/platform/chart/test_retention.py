@@ -162,7 +162,7 @@ class Api:
         self.deleted, self.refuses = [], refuses
 
     def items(self, path, labelSelector):  # as Kubernetes spells it
-        assert labelSelector == "execution-id"
+        assert labelSelector == ("strata/execution" if path.endswith("jobsets") else "execution-id")
         if "empty" in path:
             raise ApiError(404, "NotFound", path)
 
@@ -178,6 +178,12 @@ class Api:
             )
 
         failed = {"type": "Failed", "status": "True", "lastTransitionTime": OLD}
+        if path.endswith("jobsets"):
+            canceled = {"annotations": {"strata/canceled": str(datetime.fromisoformat(OLD).timestamp())}}
+            return [
+                item("complete", {"conditions": [failed | {"type": "Completed"}]}), item("canceled", {}, **canceled),
+                item("suspended", {"conditions": [failed | {"type": "Suspended"}]}),
+            ]  # fmt: skip
         if path.endswith("pytorchjobs"):
             return [
                 item("old", {"completionTime": OLD}), item("failed", {"conditions": [failed]}),
@@ -204,14 +210,23 @@ def test_finished_pods_and_jobs_are_removed_when_they_are_old(dry_run):
     said = list(retention.objects(api))
     verb = "would remove" if dry_run else "removed"
     assert [line.split(",")[0] for line in said] == [
-        f"{verb} job team-a/old", f"{verb} job team-a/failed", f"{verb} pod team-a/old", f"{verb} pod team-a/evicted",
+        f"{verb} job team-a/old", f"{verb} job team-a/failed",
+        f"{verb} job team-a/complete", f"{verb} job team-a/canceled",
+        f"{verb} pod team-a/old", f"{verb} pod team-a/evicted",
     ]  # fmt: skip
-    named = ["pytorchjobs/old", "pytorchjobs/failed", "pods/old", "pods/evicted"]
+    named = [
+        "pytorchjobs/old",
+        "pytorchjobs/failed",
+        "jobsets/complete",
+        "jobsets/canceled",
+        "pods/old",
+        "pods/evicted",
+    ]
     assert api.deleted == ([] if dry_run else named)
 
 
 def test_what_cannot_be_removed_is_told_and_keeps_nothing_else():
     api = Api(refuses=("failed",))
     retention = Retention(Settings(dry_run=False, objects="7d", namespaces=["team-a"]), NOW)
-    assert len(list(retention.objects(api))) == 3 and len(api.deleted) == 3
+    assert len(list(retention.objects(api))) == 5 and len(api.deleted) == 5
     assert retention.failed == ["job team-a/failed, which ended 2026-11-16 12:00: no failed"]

@@ -1,0 +1,144 @@
+"""A run as a JobSet: what `strata submit --backend kubernetes` sends to Kubernetes.
+
+All pods of a run are one indexed Job. The pod of rank 0 prepares the data, trains with the others, evaluates and
+exports; no process plans the run from outside, so no pod has rights. If a pod fails with an exit code of
+`outcomes.RETRYABLE_CODES`, or is lost, all pods start again, and continue from the last checkpoint. Any other exit code
+ends the run.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+from strata_platform.backends.backend import execution_name
+from strata_platform.backends.kubernetes_objects import JOB_SET, SHAPE
+from strata_platform.kubernetes_api import Object
+from strata_platform.outcomes import RETRYABLE_CODES
+from strata_platform.pod_settings import ENVIRONMENT, GRACE_SECONDS, RETRIES, scheduling_labels
+
+if TYPE_CHECKING:
+    from strata_platform.spec import RunSpec
+    from strata_platform.spec.run_spec import Resources, Topology
+
+NAME, OWNER = "strata/run", "strata/owner"
+"""Labels of a JobSet: the name of its run, and who submitted it."""
+SUBMISSION = "strata/submission"
+"""Annotation: which call of `submit` made it, to know one's own after a lost answer."""
+CANCELED = "strata/canceled"
+"""Annotation: when somebody canceled it, in seconds since the epoch."""
+SPEC = "STRATA_SPEC"
+"""Environment variable with the run spec, which `tasks.runtime.launch` reads."""
+
+PORT = 29500
+# Short: the name of a pod's host has the JobSet's, this, and two numbers, and at most 63 characters.
+WORKERS = "w"
+_LONGEST = 63 - len(f"-{WORKERS}-0-9999") - len("-x999")
+# The label that NVIDIA's feature discovery puts on nodes.
+GPU, GPU_MODEL = "nvidia.com/gpu", "nvidia.com/gpu.product"
+_SHARED_MEMORY, _SHARED_MEMORY_PATH = "strata-shared-memory", "/dev/shm"  # noqa: S108
+
+
+def object_name(run: str, number: int) -> str:
+    """The name of a run's `number`-th JobSet. Its service's name has to begin with a letter."""
+    first = execution_name(run, 1)
+    if len(first) > _LONGEST:
+        digest = hashlib.sha256(run.encode()).hexdigest()[:8]
+        first = f"{first[: _LONGEST - 9].rstrip('-')}-{digest}"
+    return first if number == 1 else f"{first}-x{number}"
+
+
+def job_set(name: str, spec: RunSpec, template: Object, image: str, owner: str, submission: str) -> Object:
+    """The JobSet `name` of a run. `template`: the tenant's pod template, which its pods start from."""
+    from strata_platform.spec import dump_spec
+
+    group, version, _ = JOB_SET.jobs
+    labels = {JOB_SET.label: name, NAME: spec.name, OWNER: owner}
+    pod = _pod(name, spec.resources, spec.topology, template, image, dump_spec(spec, "json"))
+    pod["metadata"]["labels"] |= {JOB_SET.label: name, NAME: spec.name}
+    pods = spec.topology.nnodes
+    return {
+        "apiVersion": f"{group}/{version}",
+        "kind": "JobSet",
+        "metadata": {
+            "name": name,
+            "labels": labels | scheduling_labels(spec.resources),
+            "annotations": {SUBMISSION: submission},
+        },
+        "spec": {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "failurePolicy": {
+                "maxRestarts": RETRIES,
+                "rules": [{"name": "final", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
+            },
+            "replicatedJobs": [
+                {
+                    "name": WORKERS,
+                    "replicas": 1,
+                    "template": {
+                        "spec": {
+                            "completionMode": "Indexed",
+                            "parallelism": pods,
+                            "completions": pods,
+                            "backoffLimit": 0,
+                            "podFailurePolicy": {"rules": [_fail_for_good()]},
+                            "template": pod,
+                        }
+                    },
+                }
+            ],
+        },
+    }
+
+
+def _fail_for_good() -> Object:
+    codes = {"containerName": "main", "operator": "NotIn", "values": list(RETRYABLE_CODES)}
+    return {"action": "FailJob", "onExitCodes": codes}
+
+
+def _pod(name: str, resources: Resources, topology: Topology, template: Object, image: str, spec: str) -> Object:
+    """The template of the run's pods."""
+    pod: Object = copy.deepcopy(template)
+    pod.setdefault("metadata", {}).pop("creationTimestamp", None)
+    pod["metadata"]["labels"] = {**(pod["metadata"].get("labels") or {}), SHAPE: _shape(topology)}
+    inner = pod["spec"]
+    # Its name says that it is what containers start from; Flyte's templates have others beside it.
+    (container,) = [each for each in inner["containers"] if each["name"] == "default"]
+    container |= {
+        "name": "main",
+        "image": image,
+        # As Flyte does, and unlike `command`, this keeps the entrypoint of the image.
+        "args": ["python", "-u", "-m", "tasks.runtime.launch"],
+        "resources": _resources(resources, container.get("resources") or {}),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
+    first = f"{name}-{WORKERS}-0-0.{name}"
+    variables = {**ENVIRONMENT, SPEC: spec, "MASTER_ADDR": first, "MASTER_PORT": str(PORT)}
+    container["env"] = [
+        *(each for each in container.get("env") or [] if each["name"] not in variables),
+        *({"name": key, "value": value} for key, value in variables.items()),
+    ]
+    mount = {"name": _SHARED_MEMORY, "mountPath": _SHARED_MEMORY_PATH}
+    container["volumeMounts"] = [*(container.get("volumeMounts") or []), mount]
+    memory = {"medium": "Memory", "sizeLimit": resources.shared_memory}
+    inner["volumes"] = [*(inner.get("volumes") or []), {"name": _SHARED_MEMORY, "emptyDir": memory}]
+    inner |= {"restartPolicy": "Never", "containers": [container], "terminationGracePeriodSeconds": GRACE_SECONDS}
+    if resources.gpu:
+        inner["tolerations"] = [
+            *(inner.get("tolerations") or []),
+            {"key": GPU, "operator": "Exists", "effect": "NoSchedule"},
+        ]
+        if resources.gpu_type:
+            inner["nodeSelector"] = {**(inner.get("nodeSelector") or {}), GPU_MODEL: resources.gpu_type}
+    return pod
+
+
+def _shape(topology: Topology) -> str:
+    return f"{topology.nnodes}x{topology.nproc_per_node}"
+
+
+def _resources(asked: Resources, base: Object) -> dict[str, Any]:
+    """Requests and limits of a pod, beside those of its template, such as a network device."""
+    own = {"cpu": asked.cpu, "memory": asked.memory, **({GPU: str(asked.gpu)} if asked.gpu else {})}
+    return {kind: {**(base.get(kind) or {}), **own} for kind in ("requests", "limits")}

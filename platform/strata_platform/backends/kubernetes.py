@@ -1,0 +1,372 @@
+"""Runs as JobSets. Kubernetes, JobSet's controller and Kueue start, repeat and end them; no other server is needed."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from strata_platform import progress_line
+from strata_platform.backends.api_errors import translated_errors
+from strata_platform.backends.backend import Pause, already_runs, destinations, find_gpu, parse_points
+from strata_platform.backends.job_set import CANCELED, NAME, OWNER, SPEC, SUBMISSION, job_set, object_name
+from strata_platform.backends.kubernetes_objects import (
+    JOB_SET,
+    WORKLOADS,
+    Namespace,
+    RunStatus,
+    condition_of,
+    index_of,
+    is_of,
+    is_over_time,
+    labels_of,
+    require_admission,
+)
+from strata_platform.backends.pod_logs import PodLogs, has_begun
+from strata_platform.backends.pod_progress import PodProgress, reported, with_record, with_status
+from strata_platform.backends.run_state import RESUBMIT
+from strata_platform.errors import BackendError, NotReady, RunNotFound
+from strata_platform.estimate.gpus import Gpu
+from strata_platform.kubernetes_api import ApiError, Object
+from strata_platform.owner import this_user
+from strata_platform.pod_settings import check_pods
+from strata_platform.run_layout import RunLayout
+from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run, Stage
+
+if TYPE_CHECKING:
+    from strata_platform.spec import RunSpec
+    from strata_platform.spec.run_spec import Resources, Topology
+
+log = logging.getLogger(__name__)
+
+POD_TEMPLATE = "strata"
+"""The pod template of runs without `resources.pod_template`."""
+IMAGE = "strata/image"
+"""Annotation of a pod template: the image of runs without one."""
+
+# Seconds for Kueue to notice a new JobSet.
+_NOTICE_SECONDS = 20.0
+
+
+class KubernetesBackend:
+    """Runs in a namespace of the cluster of KUBECONFIG and `context`.
+
+    A run is the newest of its JobSets: `NAME`, `NAME-x2` for its second submission, and so on. Pods run `image`, by
+    default the one that the chart names.
+    """
+
+    name = "kubernetes"
+
+    def __init__(self, namespace: str, *, context: str | None = None, image: str | None = None) -> None:
+        self._where, self._context, self._image = namespace, context, image
+        self._progress = PodProgress()
+        self._known: Namespace | None = None
+
+    def _namespace(self) -> Namespace:
+        if self._known is None:
+            self._known = Namespace(self._where, self._context, JOB_SET)
+        return self._known
+
+    def gpu(self, resources: Resources) -> Gpu | None:
+        """The GPU model that `resources.gpu_type` names."""
+        return find_gpu(resources.gpu_type or "a GPU without resources.gpu_type") if resources.gpu else None
+
+    def require_admission(self, resources: Resources, topology: Topology) -> None:
+        """Raises BackendError if the tenant's queues can never admit the run. Warns if that is not known."""
+        require_admission(self._namespace, resources, topology)
+
+    def submit(self, spec: RunSpec) -> Run:
+        """Create a JobSet.
+
+        The API server decides which of two submissions at once has the name: the other one gets RunExists.
+        """
+        try:
+            for warning in check_pods(spec.output, spec.resources, spec.topology):
+                log.warning("%s", warning)
+        except ValueError as error:
+            raise BackendError(str(error), status=422, reason="Invalid") from error
+        template, image = self._template(spec.resources.pod_template or POD_TEMPLATE)
+        mine = uuid4().hex
+        while True:
+            found, name = self._look(spec.name)
+            for each in found:
+                if not (run := self._run(each)).is_done:
+                    raise _exists(each, run)
+            body = job_set(name, spec, template, image, this_user(), mine)
+            try:
+                with translated_errors(f"to submit {spec.name}"):
+                    self._send("POST", "", body)
+            except BackendError as error:
+                if error.status != 409:
+                    raise
+                # Another run's, somebody else's submission of this one, or this call's own after a lost answer.
+                taken = self._fetch(name)
+                if taken["metadata"].get("annotations", {}).get(SUBMISSION) != mine:
+                    if labels_of(taken).get(NAME) == spec.name:
+                        raise _exists(taken, self._run(taken)) from error
+                    continue
+            return self._run(self._fetch(name))
+
+    def _template(self, name: str) -> tuple[Object, str]:
+        """A pod template of the namespace, and the image of the run."""
+        with translated_errors(f"to read the pod template {name}"):
+            try:
+                found = self._namespace().api.get(f"{self._namespace().core}/podtemplates/{name}")
+            except ApiError as error:
+                if error.status != 404:
+                    raise
+                raise BackendError(
+                    f"there is no pod template {name!r} in the namespace {self._where}; the chart makes those of its "
+                    "tenants: name one in resources.pod_template, or set STRATA_PROJECT and STRATA_DOMAIN",
+                    status=404,
+                    reason="NotFound",
+                ) from error
+        image = self._image or found["metadata"].get("annotations", {}).get(IMAGE)
+        if image is None:
+            raise BackendError(f"pod template {name!r} names no image; give one with --image", status=422)
+        return found["template"], image
+
+    def _send(self, method: str, path: str, body: Object) -> None:
+        group, version, plural = JOB_SET.jobs
+        namespace = self._namespace()
+        address = f"/apis/{group}/{version}/namespaces/{self._where}/{plural}{path}"
+        # A field that this version of JobSet does not know is an error, and not left out.
+        namespace.api.request(method, address, body, fieldValidation="Strict")
+
+    def _fetch(self, name: str) -> Object:
+        group, version, plural = JOB_SET.jobs
+        with translated_errors(f"to look for {name}"):
+            return self._namespace().api.get(f"/apis/{group}/{version}/namespaces/{self._where}/{plural}/{name}")
+
+    def _look(self, run: str) -> tuple[list[Object], str]:
+        """The JobSets of a run, the oldest first, and the name of the next one."""
+        # Another run may have taken the name of the next JobSet.
+        everything = self._namespace().list(JOB_SET.jobs, JOB_SET.label)
+        taken = {each["metadata"]["name"] for each in everything}
+        mine = sorted((each for each in everything if labels_of(each).get(NAME) == run), key=_made)
+        return mine, next(name for number in count(1) if (name := object_name(run, number)) not in taken)
+
+    def _newest(self, run: str) -> Object:
+        """The newest JobSet of a run. Raises RunNotFound."""
+        with translated_errors(f"to look for {run}"):
+            found = self._namespace().list(JOB_SET.jobs, f"{NAME}={run}")
+        if not found:
+            raise RunNotFound(f"no run was submitted to {self._where} as {run!r}; 'strata list' shows all")
+        return max(found, key=_made)
+
+    def get(self, name: str) -> Run:
+        """The newest JobSet of this name, with what its pods report."""
+        return self._detailed(self._newest(name))
+
+    def _run(self, job: Object, pods: Sequence[Object] | None = None) -> Run:
+        """The run as its JobSet shows it. `pods`: its pods, if they are known."""
+        name = job["metadata"]["name"]
+        phase, message, ended = self._end(job, pods)
+        begun = [pod["status"]["startTime"] for pod in pods or () if "startTime" in pod["status"]]
+        return Run(
+            name=labels_of(job)[NAME],
+            backend=self.name,
+            phase=phase,
+            message=message,
+            submitted=_seconds(job["metadata"]["creationTimestamp"]),
+            started=min(map(_seconds, begun), default=None),
+            ended=ended,
+            restarts=(job.get("status") or {}).get("restarts", 0),
+            owner=labels_of(job).get(OWNER, ""),
+            where=f"{self._where}/jobsets/{name}",
+        )
+
+    def _end(self, job: Object, pods: Sequence[Object] | None) -> tuple[Phase, str, float | None]:
+        """The phase, as far as the JobSet shows it, with the reason and time of its end."""
+        for kind, phase in (("Completed", Phase.SUCCEEDED), ("Failed", Phase.FAILED)):
+            condition = condition_of(job, kind)
+            if condition is not None and condition["status"] == "True":
+                said = "" if phase is Phase.SUCCEEDED else (_last_words(pods or ()) or condition.get("message", ""))
+                return phase, said, _seconds(condition["lastTransitionTime"])
+        canceled = (job["metadata"].get("annotations") or {}).get(CANCELED)
+        if canceled is None:
+            return Phase.RUNNING, "", None
+        left = self._namespace().pods(job["metadata"]["name"]) if pods is None else pods
+        if any(pod["status"].get("phase") in ("Pending", "Running") for pod in left):
+            return Phase.RUNNING, "canceled; its pods are ending", None
+        return Phase.ABORTED, f"canceled; {RESUBMIT}", float(canceled)
+
+    def _detailed(self, job: Object) -> Run:
+        """The run with its stage and progress, from its pods, its training processes and its record."""
+        namespace, name = self._namespace(), job["metadata"]["name"]
+        pods = namespace.pods(name)
+        run = self._run(job, pods)
+        if run.phase is Phase.SUCCEEDED:
+            record = self._record(pods)
+            return run if record is None else with_record(run, record)
+        if run.is_done:
+            return run
+        workloads = [each for each in namespace.list(WORKLOADS) if is_of(each, {job["metadata"]["uid"]})]
+        if any(map(is_over_time, workloads)):
+            return _over_time(run)
+        shown = with_status(run, namespace.status(name, pods))
+        if shown.stage is Stage.STARTING and any(index_of(pod) == 0 and _succeeded(pod) for pod in pods):
+            # JobSet's controller has yet to notice.
+            shown = replace(shown, stage=Stage.EXPORTING)
+        return self._progress.read(replace(shown, message=shown.message or run.message), namespace, pods, name)
+
+    def _record(self, pods: Sequence[Object]) -> Mapping[str, Any] | None:
+        """The completion record in the log of the pod of rank 0; None if the pod is removed."""
+        for pod in pods:
+            if index_of(pod) == 0 and _succeeded(pod):
+                for value in reported(self._namespace(), pod, last=50):
+                    if "record" in value:
+                        record: Mapping[str, Any] = value["record"]
+                        return record
+        return None
+
+    def logs(self, name: str, pause: Pause | None) -> Iterator[LogLine]:
+        """The logs of the pods that still exist; with `pause` also those of later pods."""
+        job = self._newest(name)
+        if self._run(job).is_done and not self._namespace().pods(job["metadata"]["name"]):
+            log.warning("the pods of %s are removed, with their logs; the cluster may archive them", name)
+        return (line for line in self._lines(job, pause) if progress_line.decode(line.text) is None)
+
+    def _lines(self, job: Object, pause: Pause | None) -> Iterator[LogLine]:
+        name = job["metadata"]["name"]
+        pods = PodLogs(self._namespace(), name)
+        return pods.so_far() if pause is None else pods.follow(lambda: self._is_over(name), pause)
+
+    def _is_over(self, name: str) -> bool:
+        return self._run(self._fetch(name)).is_done
+
+    def metrics(self, name: str, pause: Pause | None) -> Iterator[MetricPoint]:
+        """The points that the pods report, as far as they still exist."""
+        values = (progress_line.decode(line.text) or {} for line in self._lines(self._newest(name), pause))
+        return parse_points(value["point"] for value in values if "point" in value)
+
+    def events(self, name: str) -> list[Event]:
+        """The submission and the end, and the events that Kubernetes, JobSet and Kueue recorded."""
+        job = self._newest(name)
+        run = self._run(job)
+        by = f" of {run.owner}" if run.owner else ""
+        found = [Event(run.submitted or 0.0, "Submitted", f"as {run.where}{by}")]
+        if run.ended is not None:
+            kind = "normal" if run.phase is Phase.SUCCEEDED else "warning"
+            found.append(Event(run.ended, run.phase.value.capitalize(), run.message, kind))  # type: ignore[arg-type]
+        found += self._namespace().events(job["metadata"]["name"])
+        return sorted(found, key=lambda event: event.time)
+
+    def cancel(self, name: str) -> None:
+        """Suspend the JobSets of the run that have not ended, for good. Their pods have their grace period to end."""
+        self._newest(name)
+        for job in self._look(name)[0]:
+            if not self._run(job).is_done:
+                self._cancel(job)
+
+    def _cancel(self, job: Object) -> None:
+        """Where Kueue holds a JobSet back and lets it go, it has to be told; it would resume what only is suspended."""
+        name, uid = job["metadata"]["name"], job["metadata"]["uid"]
+        with translated_errors(f"to cancel {name}"):
+            self._send("PATCH", f"/{name}", {"metadata": {"annotations": {CANCELED: str(time.time())}}})
+            end = time.monotonic() + (_NOTICE_SECONDS if "kueue.x-k8s.io/queue-name" in labels_of(job) else 0.0)
+            while True:
+                group, version, plural = WORKLOADS
+                mine = [each for each in self._namespace().list(WORKLOADS) if is_of(each, {uid})]
+                for workload in mine:
+                    path = f"/apis/{group}/{version}/namespaces/{self._where}/{plural}/{workload['metadata']['name']}"
+                    self._namespace().api.request("PATCH", path, {"spec": {"active": False}})
+                if mine:
+                    return
+                if time.monotonic() > end:
+                    self._send("PATCH", f"/{name}", {"spec": {"suspend": True}})
+                    return
+                time.sleep(0.5)
+
+    def outputs(self, name: str, to: Path | None) -> Outputs:
+        """Paths in the run's folder, as its pods see it."""
+        from strata_platform.spec import load_spec
+
+        job = self._newest(name)
+        run = self._run(job)
+        if run.phase is not Phase.SUCCEEDED:
+            raise NotReady(f"{name} is {run.phase}: outputs exist once a run has succeeded")
+        (inner,) = job["spec"]["replicatedJobs"]
+        variables = inner["template"]["spec"]["template"]["spec"]["containers"][0]["env"]
+        spec = load_spec(next(each["value"] for each in variables if each["name"] == SPEC))
+        found = RunLayout(Path(spec.output) / spec.name).outputs
+        if to is not None:
+            if missing := [str(path) for path in found.values() if not path.exists()]:
+                raise NotReady(
+                    f"{', '.join(missing)}: these paths are on a volume of the cluster, which this machine does not "
+                    "mount; mount it at the same path, or set export.url in the spec to copy the model to a store",
+                    status=410,
+                )
+            for kind, target in destinations(to).items():
+                copy = shutil.copytree if found[kind].is_dir() else shutil.copy2
+                found[kind] = Path(copy(found[kind], target))
+        return Outputs(**{kind: str(path) for kind, path in found.items()})
+
+    def records(self, since: float) -> Iterator[tuple[Run, Mapping[str, Any] | None]]:
+        """The records of the newest JobSet of each run, from the logs of pods that still exist."""
+        for job in self._newest_of_each().values():
+            run = self._run(job)
+            if (run.submitted or 0.0) >= since:
+                pods = self._namespace().pods(job["metadata"]["name"]) if run.phase is Phase.SUCCEEDED else ()
+                yield run, self._record(pods)
+
+    def list(self, limit: int | None, owner: str | None) -> list[Run]:
+        """The newest runs, each as its newest JobSet, with the stage of those that have not ended."""
+        jobs = [job for job in self._newest_of_each().values() if owner in (None, labels_of(job).get(OWNER, ""))]
+        jobs = jobs[:limit]
+        runs = [self._run(job) for job in jobs]
+        names = {run.name: job["metadata"]["name"] for run, job in zip(runs, jobs, strict=True) if not run.is_done}
+        statuses: Mapping[str, RunStatus] = self._namespace().statuses(names.values()) if names else {}
+        return [with_status(run, statuses[names[run.name]]) if run.name in names else run for run in runs]
+
+    def _newest_of_each(self) -> dict[str, Object]:
+        """The newest JobSet of each run, the newest run first."""
+        newest: dict[str, Object] = {}
+        for job in sorted(self._namespace().list(JOB_SET.jobs, NAME), key=_made, reverse=True):
+            newest.setdefault(labels_of(job)[NAME], job)
+        return newest
+
+
+def _made(job: Object) -> tuple[str, int]:
+    """The order of JobSets: Kubernetes' times are of whole seconds, and the names of a run's are numbered."""
+    number = job["metadata"]["name"].rpartition("-x")[2]
+    return job["metadata"]["creationTimestamp"], int(number) if number.isdigit() else 1
+
+
+def _exists(job: Object, run: Run) -> Exception:
+    state = "was submitted at the same moment" if run.is_done else "has not ended"
+    by = f" of {run.owner}" if run.owner else ""
+    return already_runs(run.name, state, f"as JobSet {job['metadata']['name']}{by}")
+
+
+def _succeeded(pod: Object) -> bool:
+    return bool(pod["status"].get("phase") == "Succeeded")
+
+
+def _over_time(run: Run) -> Run:
+    message = "it held its machines for longer than resources.time_limit and the time of a start; raise time_limit"
+    return replace(run, phase=Phase.FAILED, stage=None, message=message)
+
+
+def _last_words(pods: Sequence[Object]) -> str:
+    """The error of the pod that ended first with one, by the last lines of its log."""
+    found = []
+    for pod in filter(has_begun, pods):
+        for status in pod["status"].get("containerStatuses") or []:
+            ended = (status.get("state") or {}).get("terminated") or {}
+            if ended.get("exitCode") and ended.get("message"):
+                lines = ended["message"].strip().splitlines()
+                begin = max((at for at, line in enumerate(lines) if line.startswith("error: ")), default=len(lines) - 1)
+                found.append((ended.get("finishedAt", ""), "\n".join(lines[begin:]).removeprefix("error: ")))
+    return min(found)[1] if found else ""
+
+
+def _seconds(stamp: str) -> float:
+    return datetime.fromisoformat(stamp).timestamp()

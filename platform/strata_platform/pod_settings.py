@@ -1,0 +1,66 @@
+"""What every pod that trains gets, whoever starts it: Flyte or Strata's own backend of Kubernetes."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from strata_platform import progress_line
+
+if TYPE_CHECKING:
+    from strata_platform.spec.run_spec import Resources, Topology
+
+# Attempts after the first. Pods are evicted, preempted and lost, and object stores are unavailable at times. An error
+# of the user ends the run at once.
+RETRIES = 5
+# Longer than any start takes; an attempt may hold its machines for that long beside `resources.time_limit`.
+START_SECONDS = 3600
+# Seconds from SIGTERM to SIGKILL for a pod. Its workers get less, so that the process that started them outlives them.
+GRACE_SECONDS = 120
+STOP_SECONDS = GRACE_SECONDS - 20
+
+ENVIRONMENT = {
+    # A dead peer ends the attempt after minutes instead of NCCL's two hours.
+    "TORCH_NCCL_ENABLE_MONITORING": "1",
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "300",
+    # Stages and metrics reach the client through the pod's log.
+    progress_line.VARIABLE: "1",
+}
+
+
+def scheduling_labels(asked: Resources, *, trains: bool = True) -> dict[str, str]:
+    """Kueue's labels of the object that it may hold back: queue, priority, and the time limit if the object trains."""
+    # Training ends by itself before. This is for an attempt that never comes to train.
+    seconds = str(asked.time_limit + START_SECONDS) if trains and asked.time_limit else None
+    labels = {
+        "kueue.x-k8s.io/queue-name": asked.queue,
+        "kueue.x-k8s.io/priority-class": asked.priority,
+        "kueue.x-k8s.io/max-exec-time-seconds": seconds,
+    }
+    return {label: value for label, value in labels.items() if value is not None}
+
+
+def check_pods(output: str, resources: Resources, topology: Topology) -> list[str]:
+    """Warnings of what a single machine has anyway, but pods need: GPUs, and an output folder that outlives them.
+
+    Raises ValueError if the pods would not share their checkpoints.
+    """
+    warnings = []
+    if resources.gpu == 0 and topology.nproc_per_node > 1:
+        processes = topology.nproc_per_node
+        warnings.append(
+            f"resources.gpu is 0: the {processes} processes of each pod train on CPUs; set resources.gpu to "
+            f"{processes} for one GPU each"
+        )
+    if not os.path.isabs(output):
+        advice = "set output to a folder on a volume that all pods of the run mount"
+        if topology.nnodes > 1:
+            raise ValueError(
+                f"output {output!r} is a folder inside each pod, but topology.nnodes {topology.nnodes} pods share "
+                f"checkpoints; {advice}"
+            )
+        warnings.append(
+            f"output {output!r} is a folder inside each pod: checkpoints vanish with the pod, and a new attempt starts "
+            f"from step 0; {advice}"
+        )
+    return warnings

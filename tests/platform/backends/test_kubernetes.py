@@ -1,0 +1,250 @@
+"""Runs as JobSets, beside an API server that keeps them; tests/e2e has a real one."""
+
+import json
+import logging
+import subprocess
+import sys
+from urllib.parse import parse_qs, urlparse
+
+import pytest
+
+from strata_platform.backends.kubernetes import KubernetesBackend
+from strata_platform.client import Client
+from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound
+from strata_platform.runs import Phase, Stage
+from strata_platform.spec import RunSpec
+from tests.platform.helpers.servers import NAMESPACE, Kubernetes, content, workload
+
+SPEC = RunSpec.model_validate(
+    {"name": "bot", "output": "/runs", "topology": {"nnodes": 2}, "parallel": {"type": "ddp"}}
+)
+TEMPLATE = {
+    "metadata": {"name": "strata", "annotations": {"strata/image": "registry/strata:1"}},
+    "template": {"spec": {"containers": [{"name": "default"}]}},
+}
+TIME = "2026-11-22T00:00:00Z"
+
+
+class Server(Kubernetes):
+    """Creates and changes JobSets, as an API server does; `server.lost` answers are lost after that."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert parse_qs(urlparse(self.path).query)["fieldValidation"] == ["Strict"]
+        self.server.before_create()
+        jobs = self.server.content["jobsets"][1]
+        if any(job["metadata"]["name"] == body["metadata"]["name"] for job in jobs):
+            return self.answer(409, {"message": "already exists"})
+        add(self.server, body)
+        if self.server.lost:
+            self.server.lost -= 1
+            return self.answer(409, {"message": "already exists"})
+        self.answer(201, body)
+
+    def do_PATCH(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        kind, name = urlparse(self.path).path.split("/")[-2:]
+        self.server.changes.append((kind, name, body))
+        for job in self.server.content["jobsets"][1] if kind == "jobsets" else []:
+            if job["metadata"]["name"] == name:
+                job["metadata"]["annotations"] |= body.get("metadata", {}).get("annotations", {})
+        self.answer(200, {})
+
+    def do_GET(self):
+        match urlparse(self.path).path.split("/")[-2:]:
+            case ["podtemplates", name]:
+                found = self.server.content["podtemplates"].get(name)
+                self.answer(200 if found else 404, found or {"message": "there is none"})
+            case [_, "jobsets"]:
+                (selector,) = parse_qs(urlparse(self.path).query)["labelSelector"]
+                label, _, value = selector.partition("=")
+                jobs = [
+                    job for job in self.server.content["jobsets"][1] if value in ("", job["metadata"]["labels"][label])
+                ]
+                self.answer(200, {"items": jobs})
+            case ["jobsets", name]:
+                found = [job for job in self.server.content["jobsets"][1] if job["metadata"]["name"] == name]
+                self.answer(200 if found else 404, found[0] if found else {"message": "there is none"})
+            case _:
+                super().do_GET()
+
+
+def add(server, body):
+    number = len(server.content["jobsets"][1])
+    body["metadata"] |= {"uid": f"uid-{number}", "creationTimestamp": TIME}
+    server.content["jobsets"][1].append(body)
+
+
+@pytest.fixture
+def server(kubernetes, monkeypatch):
+    kubernetes.RequestHandlerClass = Server
+    kubernetes.content = content() | {"jobsets": (200, []), "podtemplates": {"strata": TEMPLATE}}
+    kubernetes.lost, kubernetes.changes, kubernetes.before_create = 0, [], lambda: None
+    monkeypatch.setenv("STRATA_OWNER", "ada")
+    return kubernetes
+
+
+@pytest.fixture
+def runs(server):
+    return Client(KubernetesBackend(NAMESPACE), poll=0.01)
+
+
+def pod(name, index=0, phase="Running", ended=None, restart=0):
+    labels = {"strata/execution": "bot", "strata/shape": "2x4", "batch.kubernetes.io/job-completion-index": str(index),
+              "jobset.sigs.k8s.io/restart-attempt": str(restart)}  # fmt: skip
+    state = {"terminated": ended} if ended else {"running": {}}
+    return {
+        "metadata": {"name": name, "uid": f"uid-{name}", "labels": labels, "creationTimestamp": TIME},
+        "spec": {"containers": [{"name": "main"}]},
+        "status": {"phase": phase, "startTime": TIME, "containerStatuses": [{"state": state}]},
+    }
+
+
+def end(server, kind, message=""):
+    condition = {"type": kind, "status": "True", "lastTransitionTime": "2026-11-22T01:00:00Z", "message": message}
+    server.content["jobsets"][1][-1]["status"] = {"conditions": [condition], "restarts": 2}
+
+
+def test_a_run_is_submitted_once_and_again_when_it_has_ended(server, runs):
+    run = runs.submit(SPEC)
+    assert (run.name, run.phase, run.owner, run.where) == ("bot", Phase.RUNNING, "ada", f"{NAMESPACE}/jobsets/bot")
+    with pytest.raises(RunExists, match="has not ended, as JobSet bot of ada; follow it with"):
+        runs.submit(SPEC)
+    end(server, "Completed")
+    assert runs.submit(SPEC).where.endswith("/bot-x2")
+    assert [(run.name, run.where[-6:]) for run in runs.list()] == [("bot", "bot-x2")]
+
+
+def test_of_two_submissions_at_once_one_has_the_name(server, runs):
+    def overtaken():
+        server.before_create = lambda: None
+        Client(KubernetesBackend(NAMESPACE)).submit(SPEC)
+
+    server.before_create = overtaken
+    with pytest.raises(RunExists, match="has not ended, as JobSet bot"):
+        runs.submit(SPEC)
+    assert len(server.content["jobsets"][1]) == 1
+
+
+def test_a_submission_whose_answer_was_lost_is_known_as_ones_own(server, runs):
+    server.lost = 1
+    assert runs.submit(SPEC).where.endswith("/bot")
+    assert len(server.content["jobsets"][1]) == 1
+
+
+def test_another_run_may_have_the_name_of_the_next_jobset(server, runs):
+    runs.submit(SPEC.model_copy(update={"name": "bot-x2"}))
+    assert runs.submit(SPEC).where.endswith("/bot")
+    end(server, "Failed")
+    assert runs.submit(SPEC).where.endswith("/bot-x3")
+    assert runs.get("bot-x2").where.endswith("/bot-x2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "templates", "said"),
+    [
+        ({"output": "out"}, {"strata": TEMPLATE}, "output 'out' is a folder inside each pod"),
+        ({}, {}, "no pod template 'strata' in the namespace flytesnacks-development"),
+        ({}, {"strata": TEMPLATE | {"metadata": {}}}, "names no image; give one with --image"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_it_is_submitted(server, runs, changes, templates, said):
+    server.content["podtemplates"] = templates
+    with pytest.raises(BackendError, match=said):
+        runs.submit(SPEC.model_copy(update=changes))
+    assert server.content["jobsets"][1] == []
+
+
+def test_a_run_that_kueue_manages_is_canceled_through_its_workload(server, runs):
+    runs.submit(SPEC)
+    server.content["workloads"] = (200, [workload("jobset-bot", owner="uid-0"), workload("other")])
+    assert runs.cancel("bot").phase is Phase.ABORTED
+    (annotated, told) = server.changes
+    assert annotated[:2] == ("jobsets", "bot") and "suspend" not in json.dumps(annotated)
+    # Kueue would resume what is only suspended.
+    assert told == ("workloads", "jobset-bot", {"spec": {"active": False}})
+    runs.backend.cancel("bot")
+    assert len(server.changes) == 2, "it has ended"
+    assert "submit it again to continue" in runs.get("bot").message
+
+
+def test_without_kueue_a_run_is_suspended(server, runs):
+    runs.submit(SPEC)
+    server.content |= {"pods": [pod("a")], "logs": {"a": [""]}}
+    runs.backend.cancel("bot")
+    assert ("jobsets", "bot", {"spec": {"suspend": True}}) in server.changes
+    # Its pods have their grace period.
+    assert (runs.get("bot").phase, runs.get("bot").message) == (Phase.RUNNING, "canceled; its pods are ending")
+
+
+def test_why_a_run_failed_is_what_its_first_pod_said_last(server, runs):
+    runs.submit(SPEC)
+    said = "step 3\nerror: data.sources[0]: there is no such file\n  given: 'x'\n"
+    first = {"exitCode": 2, "finishedAt": "2026-11-22T00:59:00Z", "message": said}
+    later = {"exitCode": 143, "finishedAt": "2026-11-22T00:59:30Z", "message": "error: told to stop"}
+    server.content["pods"] = [pod("b", 1, "Failed", later), pod("a", 0, "Failed", first)]
+    end(server, "Failed", "applying FailJobSet")
+    run = runs.get("bot")
+    assert (run.phase, run.message) == (Phase.FAILED, "data.sources[0]: there is no such file\n  given: 'x'")
+    assert run.ended - run.started == 3600 and run.restarts == 2
+    server.content["pods"] = []
+    assert runs.get("bot").message == "applying FailJobSet"
+
+
+def test_progress_and_record_are_those_that_rank_0_reports(server, runs):
+    runs.submit(SPEC)
+    server.content["pods"] = [pod("a"), pod("b", 1)]
+    server.content["logs"] = {
+        "a": [f'{TIME} @strata {{"stage":"training","steps":9,"attempt":1}}\n{TIME} step 1\n'],
+        "b": [f"{TIME} hello\n{TIME} [rank 6] here\n"],
+    }
+    run = runs.get("bot")
+    assert (run.phase, run.stage, run.steps, run.restarts) == (Phase.RUNNING, Stage.TRAINING, 9, 1)
+    assert {(line.rank, line.text) for line in runs.logs("bot")} == {(0, "step 1"), (4, "hello"), (6, "here")}
+    server.content["pods"] = [pod("a", phase="Succeeded"), pod("b", 1, phase="Succeeded")]
+    assert runs.get("bot").stage is Stage.EXPORTING, "its controller has yet to notice"
+    end(server, "Completed")
+    record = {"steps": 9, "steps_asked": 9, "train_loss": 0.5, "eval_loss_after": 0.6, "tokens_per_second": 7.0,
+              "restarts": 1}  # fmt: skip
+    server.content["logs"]["a"] = [f"{TIME} @strata {json.dumps({'record': record})}\n"]
+    run = runs.get("bot")
+    assert (run.phase, run.step, run.loss, run.eval_loss) == (Phase.SUCCEEDED, 9, 0.5, 0.6)
+    assert [(run.name, found) for run, found in runs.records()] == [("bot", record)]
+    assert runs.outputs("bot").model == "/runs/bot/model"
+
+
+def test_a_run_that_waits_says_so(server, runs):
+    runs.submit(SPEC)
+    waits = workload("jobset-bot", owner="uid-0", QuotaReserved={"status": "False", "message": "no quota"})
+    server.content["workloads"] = (200, [waits])
+    for run in (runs.get("bot"), *runs.list()):
+        assert (run.phase, run.stage, run.queue) == (Phase.QUEUED, Stage.WAITING, "research")
+    over = {"status": "True", "message": "exceeded the maximum execution time"}
+    waits["spec"]["active"], waits["status"]["conditions"] = False, [{"type": "Evicted", **over}]
+    run = runs.get("bot")
+    assert run.phase is Phase.FAILED and "raise time_limit" in run.message
+
+
+def test_outputs_on_a_volume_that_is_not_mounted_here_are_not_copied(server, runs, tmp_path):
+    runs.submit(SPEC)
+    with pytest.raises(NotReady, match="bot is running"):
+        runs.outputs("bot")
+    end(server, "Completed")
+    with pytest.raises(NotReady, match=r"/runs/bot/model.* on a volume of the cluster.*set export.url"):
+        runs.outputs("bot", to=tmp_path)
+
+
+def test_an_unknown_run_and_logs_of_removed_pods(server, runs, caplog):
+    with pytest.raises(RunNotFound, match="no run was submitted to flytesnacks-development as 'other'"):
+        runs.get("other")
+    runs.submit(SPEC)
+    end(server, "Completed")
+    with caplog.at_level(logging.WARNING):
+        assert list(runs.logs("bot")) == []
+    assert "the pods of bot are removed" in caplog.text
+
+
+def test_no_package_of_flytes_is_needed():
+    code = "import sys, strata_platform.backends.kubernetes; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"grpc", "flyteidl", "flytekit", "msgpack", "kubernetes"} & set(done.stdout.split())
