@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 from kubernetes import client, config
 
-from benchmarks.submission import FIRST, JOB, MEANINGS, SPEC, Moments, show, stages
+from benchmarks.submission import END, FIRST, JOB, MEANINGS, SPEC, Moments, show, stages
 from strata_platform.backends.flyte import FlyteBackend
 from strata_platform.client import Client
 from strata_platform.runs import Phase
@@ -36,6 +36,7 @@ def measured(runs: Client, moments: Moments, name: str) -> dict[str, float]:
     moments.note(name, "answered")
     run = runs.wait(name)
     end = time.monotonic()
+    moments.note(name, "done")
     assert run.phase is Phase.SUCCEEDED, run.message
     at = moments.of(name)
     record = json.loads(Path(runs.outputs(name, to=ROOT / "out" / name).record).read_text())
@@ -43,7 +44,8 @@ def measured(runs: Client, moments: Moments, name: str) -> dict[str, float]:
     first = (
         record["begun"] - clock + sum(seconds for phase, seconds in record["startup"].items() if phase != "second step")
     )
-    return row | record["startup"] | {"first step ends": first - at["begin"], "run ends": end - at["begin"]}
+    row |= record["startup"] | {"first step ends": first - at["begin"]} | stages(at, END)
+    return row | {"run ends": end - at["begin"]}
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ SPEC = Path(__file__).parents[1] / "tests" / "e2e" / "spec.yaml"
 TRAIN = "train"
 # The task before training: a pod. Data are prepared once, by the first submission.
 BEFORE = ("start",)
-TASKS = {"workflows-finetune-start": "start", "tasks-prepare-prepare": "prepare"}
+TASKS = {"workflows-finetune-start": "start", "tasks-prepare-prepare": "prepare", "tasks-finish-finish": "finish"}
 
 # What passes between two moments: a name, the two, and what happens between them.
 Stage = tuple[str, str, str, str]
@@ -49,7 +49,13 @@ JOB: tuple[Stage, ...] = (
     ("job's scheduler", "train created", "train scheduled", "until the first pod has a node"),
     ("job's kubelet", "train scheduled", "train running", "until its container runs"),
 )
-MEANINGS = {name: meaning for name, _, _, meaning in FIRST + JOB}
+END: tuple[Stage, ...] = (
+    ("training pods", "train running", "train ended", "all of training, until the first of its containers ends"),
+    ("to the last pod", "train ended", "finish running", "Flyte notices, makes the pod, until its container runs"),
+    ("last task", "finish running", "finish ended", "evaluates, exports, stores the model and the report"),
+    ("to the end", "finish ended", "done", "until the client knows of it"),
+)
+MEANINGS = {name: meaning for name, _, _, meaning in FIRST + JOB + END}
 
 
 class Moments:

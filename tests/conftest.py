@@ -1,5 +1,6 @@
 """For every test and the processes it starts; libraries read these when they are imported."""
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -33,6 +34,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The order within a file, and that of other files, is as it was."""
     place = {TESTS / f"{name}.py": number for number, name in enumerate(SLOW)}
     items.sort(key=lambda item: place.get(item.path, len(SLOW)))
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays: the garbage collector would walk it again and again, a fourth of the CPU time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Extension modules look for leaks at the end of the interpreter."""
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

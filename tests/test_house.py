@@ -1,6 +1,7 @@
 """The shape of the project itself."""
 
 import ast
+import gc
 import inspect
 import subprocess
 import sys
@@ -125,6 +126,10 @@ def modules_after(statement: str) -> set[str]:
             [sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, check=True
         ).stdout.split()
     )
+
+
+def test_the_collector_of_the_tests_leaves_out_what_they_import():
+    assert gc.get_freeze_count() > 10_000
 
 
 def test_the_standard_librarys_platform_is_found_in_the_root():
