@@ -144,7 +144,8 @@ class Run:
             "data": {"sequence_length": 4096},
             "training": {"steps": self.steps[0]},
             "checkpoint": {"every": 1000},
-            "tracking": {"log_every": 1, "report_to": []},
+            # As by default: the host waits for the GPU only where it logs.
+            "tracking": {"log_every": 10, "report_to": []},
             "runtime": {"framework": "torch"},
             # A process of its own for each run; the first steps compile as well.
             "kernels": {"warmup": False},
@@ -219,7 +220,18 @@ RUNS = (
         _run("8b", 1, recompute="full", data__sequence_length=length, **_OFFLOADED)
         for length in (32768, 131072, 262144)
     ),
-    _run("30b-a3b", 1, recompute="full", optimizer__type="adamw_8bit", **_STOCHASTIC, **_IN_BACKWARD),
+    *(
+        _run(
+            "30b-a3b",
+            1,
+            recompute="full",
+            training__gradient_checkpointing_except_last=kept,
+            optimizer__type="adamw_8bit",
+            **_STOCHASTIC,
+            **_IN_BACKWARD,
+        )
+        for kept in (0, 24)
+    ),
     _run("30b-a3b", 1, recompute="full", **_EXPERTS),
     _run("8b-quarter", 2, **_NF4),
     _run("8b-quarter", 4, recompute="full", **_NF4),
@@ -310,7 +322,7 @@ def measure(run: Session, data: PreparedData, untimed: int, *, profiler: Any = N
 
         def end_and_note(*arguments: Any) -> None:
             end_step(*arguments)
-            # The host does not wait for the GPU: neither does it in a run.
+            # Without waiting for the GPU, as in a run.
             ends.append(now(gpu))
             # Not of the last, at whose end a run looks at all weights.
             left = run.spec.training.steps - len(ends)

@@ -12,7 +12,7 @@ from .ops.activation.relu_squared import relu_squared
 from .ops.activation.swiglu import swiglu, swiglu_packed
 from .ops.activation.tiled_mlp import tiled_mlp
 from .ops.adamw import adamw_step, join_weight, split_weight, weight_step
-from .ops.adamw.eight_bits import adamw_8bit_step
+from .ops.adamw.eight_bits import EightBitPlan, adamw_8bit_step
 from .ops.adamw.shard import Shard
 from .ops.adamw.step_plan import Rounding, StepPlan
 from .ops.cross_entropy import LossAndPredictions, cross_entropy, cross_entropy_with_predictions
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DistillationTerms",
+    "EightBitPlan",
     "LogProbsAndEntropy",
     "LossAndPredictions",
     "LowRank",

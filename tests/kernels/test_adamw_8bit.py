@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strata_kernels import Shard, adamw_8bit_step, join_weight
+from strata_kernels import EightBitPlan, Shard, adamw_8bit_step, join_weight
 from strata_kernels.ops.adamw import eight_bits
 from strata_kernels.ops.adamw.eight_bits_codes import BLOCK, values_on
 
@@ -184,3 +184,32 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> N
     }  # fmt: skip
     with pytest.raises(ValueError, match=message):
         adamw_8bit_step(**{**arguments, **change})
+
+
+@pytest.mark.parametrize("rounding", ["master", "stochastic"])
+def test_steps_with_a_plan_have_the_bits_of_steps_without(rounding: str, device: torch.device) -> None:
+    """Also after a gradient of another dtype, one that is not contiguous, and another rate."""
+    weight = torch.randn(BLOCKS, BLOCK, device=device).to(BF16)
+    planned, plain, plan = State(weight, rounding), State(weight, rounding), EightBitPlan()
+    for number, change in enumerate(({}, {}, {"lr": 1e-3, "weight_decay": 0.0}, {}, {}, {"betas": (0.8, 0.9)}, {}), 1):
+        gradient = noise(device, FP32 if number == 4 else BF16).view(BLOCKS, BLOCK)
+        if number == 5:
+            gradient = gradient.t().contiguous().t()
+        planned.step(gradient, number, plan=plan, **change)
+        plain.step(gradient, number, **change)
+        for mine, other in zip(planned.tensors(), plain.tensors(), strict=True):
+            assert torch.equal(mine, other)
+
+
+def test_a_plan_launches_again_without_triton(device: torch.device, path: str, monkeypatch: Any) -> None:
+    if path != "gpu":
+        pytest.skip("there is nothing to launch")
+    launches, launch = [], eight_bits.launch
+    monkeypatch.setattr(eight_bits, "launch", lambda *a, **options: launches.append(a) or launch(*a, **options))
+    state, plan, counts = State(torch.randn(BLOCKS * BLOCK, device=device).to(BF16), "stochastic"), EightBitPlan(), []
+    for number in range(1, 4):
+        state.step(noise(device, BF16), number, plan=plan)
+        counts.append(len(launches))
+    assert counts == [1, 1, 1]
+    with pytest.raises(ValueError, match="step at least 1"):
+        state.step(noise(device, BF16), 0, plan=plan)

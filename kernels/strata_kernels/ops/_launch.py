@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -54,6 +54,24 @@ class Launched:
     grid: tuple[int, ...]
     args: dict[str, Any]
     keywords: dict[str, Any]
+
+    def with_addresses(self) -> Launched:
+        """The same with the addresses of tensors in place of them."""
+        args = {name: x.data_ptr() if isinstance(x, Tensor) else x for name, x in self.args.items()}
+        return replace(self, args=args, grid=(*self.grid, 1, 1)[:3])
+
+    def again(self, changed: dict[str, Any]) -> None:
+        """Launch on the current device and stream, with other arguments of the same types and alignments by name.
+
+        Of a launch `with_addresses`, whose tensors still exist.
+        """
+        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        kernel = self.kernel
+        # Without launch metadata and hooks: a call that has hooks is not repeated.
+        kernel.run(
+            *self.grid, stream, kernel.function, kernel.packed_metadata, None, None, None,
+            *(self.args | changed).values(),
+        )  # fmt: skip
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:

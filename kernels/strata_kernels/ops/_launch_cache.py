@@ -155,7 +155,7 @@ def run_cached(host: Callable[..., Any], args: tuple[Any, ...], key: tuple[Any, 
     host: depends on nothing but the key, and returns tensors that it allocates.
     """
     entry = _cache.get(key)
-    if isinstance(entry, _Replay) and not _needs_real_launches():
+    if isinstance(entry, _Replay) and not needs_real_launches():
         if _CHECKS:
             _check(host, args, key, addresses, entry)
         return entry.run(addresses)
@@ -189,7 +189,7 @@ def _check(
         )
 
 
-def _needs_real_launches() -> bool:
+def needs_real_launches() -> bool:
     """Whether launches have hooks, or kernels are to be compiled in another way than by default."""
     runtime = knobs.runtime
     # A hook is a chain of calls; it may also have been replaced by a function, or by None.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from strata_kernels import adamw_8bit_step
+from strata_kernels import EightBitPlan, Shard, adamw_8bit_step
 from tasks.runtime.optim.rounding import WeightRounding
 from tasks.runtime.optim.state_tensors import new_state_tensor
 from tasks.runtime.optim.typed_state import TypedStateOptimizer
@@ -56,6 +56,7 @@ class AdamW8bit(TypedStateOptimizer):
         """
         self.paged = paged
         self._rounding, self.keeps_remainder = rounding, rounding.mode == "master"
+        self._plans: dict[nn.Parameter, tuple[EightBitPlan, Shard]] = {}
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -65,9 +66,10 @@ class AdamW8bit(TypedStateOptimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step(parameter, group)
+                    self.step_parameter(parameter, group)
 
-    def _step(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+    def step_parameter(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        """Step one parameter that has a gradient, with the settings of its group. Call it without grad mode."""
         state = self.state[parameter]
         if not state:
             scales = torch.Size((parameter.shape[0], parameter.shape[1:].numel() // BLOCK))
@@ -81,6 +83,9 @@ class AdamW8bit(TypedStateOptimizer):
         if not weights.numel():
             return
         assert parameter.grad is not None
+        if parameter not in self._plans:
+            self._plans[parameter] = EightBitPlan(), self._rounding.shard_of(parameter)
+        plan, shard = self._plans[parameter]
         remainder = self._rounding.remainder_of(parameter, state, paged=self.paged)
         adamw_8bit_step(
             weights,
@@ -91,18 +96,19 @@ class AdamW8bit(TypedStateOptimizer):
             _here(state["exp_avg_sq_scale"]),
             None if remainder is None else _here(remainder),
             int(state["step"]),
-            self._rounding.shard_of(parameter),
+            shard,
             lr=group["lr"],
             betas=group["betas"],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             rounding=self._rounding.mode,
             seed=self._rounding.seed,
+            plan=plan,
         )
 
 
 def _here(tensor: Tensor) -> Tensor:
     """This process's shard, contiguous."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     assert local.is_contiguous()
     return local

@@ -10,6 +10,22 @@ import torch
 from tasks.runtime.optim.typed_state import TypedStateOptimizer
 
 
+def step_parameter(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
+    """Step one parameter that has a gradient, with the settings of its group. Call it without grad mode.
+
+    An optimizer with a method of this name does that in a fraction of the time that `step` takes the host.
+    """
+    if hasattr(optimizer, "step_parameter"):
+        optimizer.step_parameter(parameter, group)
+        return
+    groups = optimizer.param_groups
+    optimizer.param_groups = [{**group, "params": [parameter]}]
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups = groups
+
+
 class ChainedOptimizer(TypedStateOptimizer):
     """Several optimizers over disjoint parameters, with one list of groups and one state."""
 
@@ -19,6 +35,12 @@ class ChainedOptimizer(TypedStateOptimizer):
         self.keeps_remainder = any(getattr(part, "keeps_remainder", False) for part in parts)
         groups = [{**group, "part": number} for number, part in enumerate(parts) for group in part.param_groups]
         super().__init__(groups, {})
+
+    def step_parameter(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
+        """Step one parameter of this group by its optimizer, if that can step one. Call it without grad mode."""
+        part = self._parts[group["part"]]
+        part.state = self.state
+        step_parameter(part, parameter, group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every optimizer."""

@@ -18,9 +18,10 @@ from functools import partial
 from weakref import WeakMethod
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 
+from tasks.runtime.optim.chained import step_parameter
 from tasks.runtime.optim.gradients import clip_factor
 
 # Gradients that wait for their step. A decoder layer has seven or so matrices, and all are stepped long before the
@@ -57,7 +58,7 @@ def norm_in_backward(optimizer: torch.optim.Optimizer) -> Tensor | None:
     return norm
 
 
-def _call(take: WeakMethod[Callable[..., None]], number: int, parameter: Tensor) -> None:
+def _call(take: WeakMethod[Callable[..., None]], number: int, parameter: nn.Parameter) -> None:
     function = take()
     if function is not None:
         function(number, parameter)
@@ -73,7 +74,7 @@ class _Steps:
         # Of this pass: Σ |g|² of what has come, Σ |g|² of the step before of what has not.
         self._seen = self._rest = torch.zeros(())
 
-    def take(self, number: int, parameter: Tensor) -> None:
+    def take(self, number: int, parameter: nn.Parameter) -> None:
         """Step a parameter, of the group with this number, and let its gradient go."""
         assert parameter.grad is not None
         number_of_pass = torch._C._current_graph_task_id()
@@ -112,15 +113,10 @@ class _Steps:
             self._optimizer.norm_in_backward = self._seen.sqrt().float()  # type: ignore[attr-defined]
 
     @torch.no_grad()
-    def _step(self, number: int, parameter: Tensor) -> None:
+    def _step(self, number: int, parameter: nn.Parameter) -> None:
         optimizer = self._optimizer
         squared = self._clip(parameter) if self._max_norm else None
-        groups = optimizer.param_groups
-        optimizer.param_groups = [{**groups[number], "params": [parameter]}]
-        try:
-            optimizer.step()
-        finally:
-            optimizer.param_groups = groups
+        step_parameter(optimizer, parameter, optimizer.param_groups[number])
         if squared is not None:
             # Only now: optimizers take a parameter that has a state for one that they have stepped before.
             state = optimizer.state[parameter]
@@ -137,7 +133,7 @@ class _Steps:
         known = [state[parameter][SQUARED_NORM] for parameter in parameters if SQUARED_NORM in state.get(parameter, ())]
         return torch.stack(known).double().sum() if known else torch.zeros_like(self._seen)
 
-    def _clip(self, parameter: Tensor) -> Tensor:
+    def _clip(self, parameter: nn.Parameter) -> Tensor:
         """Scale the gradient, now or in the step; returns the square of its norm before."""
         optimizer = self._optimizer
         assert parameter.grad is not None

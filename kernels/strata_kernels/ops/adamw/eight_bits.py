@@ -14,12 +14,13 @@ bitsandbytes' kernels.
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from .._launch import describe, launch, takes_kernel
+from .._launch import Launched, capture_launches, describe, is_recording, launch, takes_kernel
+from .._launch_cache import needs_real_launches
 from . import step_reference as reference
 from .eight_bits_codes import BLOCK, CELLS, DECADES, LOG2_5, LOG10_2, NINTHS, TINY, values_on
 from .eight_bits_kernel import eight_bits_kernel
@@ -27,10 +28,55 @@ from .shard import Shard
 from .step_plan import Hyperparameters, Rounding, _as_two_fp32, _constants
 
 # Blocks of a program, and its warps.
-_BLOCKS, _WARPS = 8, 4
+_BLOCKS, _WARPS = 4, 2
 # Blocks that the reference takes at a time.
 _AT_ONCE = 2**14
 _DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+class EightBitPlan:
+    """What a step has found out, kept for the next one of the same tensors: checks, and the compiled kernel.
+
+    On a GPU, a step of a small matrix takes the host several times as long without it. The plan is made anew if the
+    address, size or dtype of a tensor, or anything but the learning rate, the weight decay and the number of the step
+    has changed. It holds no reference to the caller's tensors.
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple[Any, ...] = ()
+        self._launched: Launched | None = None
+
+    def step(
+        self, tensors: tuple[Tensor | None, ...], gradient: Tensor, step: int, shard: Shard, hyper: Hyperparameters
+    ) -> bool:
+        """Take the step if that of the same tensors has been launched before; else make `note` note the next one.
+
+        tensors: the weight, the state and the remainder.
+        """
+        weight, address = tensors[0], gradient.data_ptr()
+        assert weight is not None
+        key = (
+            weight.shape, weight.dtype, gradient.shape, gradient.dtype, gradient.is_contiguous(), address & 15, shard,
+            hyper.betas, hyper.eps, hyper.rounding, hyper.seed, *[x if x is None else x.data_ptr() for x in tensors],
+        )  # fmt: skip
+        if key != self._key:
+            self._key, self._launched = key, None
+            return False
+        launched = self._launched
+        if launched is None or step < 1 or is_recording() or needs_real_launches():
+            return False
+        scalars, constants = _scalars(step, shard, hyper), _constants(hyper)
+        changed = {
+            "p_g": address, "word0": scalars.words[0], "word2": scalars.words[2], "size": scalars.size,
+            "inverse": scalars.inverse, "decay": constants.decay,
+        }  # fmt: skip
+        with torch.cuda.device(weight.device):
+            launched.again(changed)
+        return True
+
+    def note(self, launched: list[Launched]) -> None:
+        """Keep the one launch of a step that was not taken here; there is none on a CPU."""
+        self._launched = launched[0].with_addresses() if len(launched) == 1 else None
 
 
 @torch.no_grad()
@@ -51,6 +97,7 @@ def adamw_8bit_step(
     weight_decay: float,
     rounding: Rounding,
     seed: int,
+    plan: EightBitPlan | None = None,
 ) -> None:
     """`torch.optim.AdamW.step()` on this tensor, with moments of 8 bits and the rounding modes of `adamw_step`.
 
@@ -67,6 +114,7 @@ def adamw_8bit_step(
         lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
         rounding: "master" | "stochastic" | "nearest". fp32 weights are never rounded.
         seed: a 64-bit integer for the random bits.
+        plan: an object that the steps of these tensors share, see `EightBitPlan`.
 
     Raises:
         ValueError: shapes, strides, dtypes or devices do not match, or a number is out of range.
@@ -83,6 +131,8 @@ def adamw_8bit_step(
     """
     hyper = Hyperparameters(lr, betas, eps, weight_decay, rounding, seed, advance=False)
     state = (exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale)
+    if plan is not None and plan.step((weight, *state, remainder), gradient, step, shard, hyper):
+        return
     _check(weight, gradient, state, remainder, step, shard, hyper)
     if not weight.numel():
         return
@@ -90,7 +140,10 @@ def adamw_8bit_step(
     rest, run = None if remainder is None else remainder.view(-1), _step_by_reference
     if takes_kernel(weight):
         run = _step_by_kernel
-    run(weight.view(-1), gradient.contiguous().view(-1), m, m_scale, v, v_scale, rest, step, shard, hyper)
+    with capture_launches() as launched:
+        run(weight.view(-1), gradient.contiguous().view(-1), m, m_scale, v, v_scale, rest, step, shard, hyper)
+    if plan is not None and gradient.is_contiguous():
+        plan.note(launched)
 
 
 def _step_by_kernel(
