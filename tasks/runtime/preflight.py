@@ -208,6 +208,13 @@ CHECKS = (
         "the optional packages of parallel, adapter, optimizer and model.attention are installed",
     ),
     Check(
+        "engine of generation",
+        ("plan", "pod"),
+        "generation:require_engine",
+        ("spec.objective",),
+        "the package of objective.generation.engine is installed",
+    ),
+    Check(
         "FP8 on the GPU",
         ("pod",),
         "models.float8:require_float8",

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from strata_platform.spec.objectives import Grpo, generates
+from strata_platform.spec.model import Lora, NoAdapter
+from strata_platform.spec.objectives import Distill, Generation, Grpo, generates
 from strata_platform.spec.problems import Contradiction
+from strata_platform.spec.training import Training
 
 if TYPE_CHECKING:
     from strata_platform.spec.run_spec import RunSpec
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
 def generation_rules(spec: RunSpec) -> Iterator[Contradiction]:
     """Every rule, broken or not; none where the model writes nothing."""
-    if not generates(spec.objective):
+    if not (isinstance(spec.objective, Grpo | Distill) and generates(spec.objective)):
         return
     field = "objective.type" if isinstance(spec.objective, Grpo) else "objective.on_policy"
     yield Contradiction(
@@ -41,4 +43,47 @@ def generation_rules(spec: RunSpec) -> Iterator[Contradiction]:
         ("parallel.expert_parallel", field),
         f"{spec.parallel.expert_parallel} was not tested with generation, for which every process needs all experts; "
         "set parallel.expert_parallel to 1",
+    )
+    yield from _engine(spec.objective.generation)
+    if spec.objective.generation.engine == "vllm":
+        yield from _weights(spec.adapter, spec.training)
+
+
+def _engine(generation: Generation) -> Iterator[Contradiction]:
+    path, engine = "objective.generation", "objective.generation.engine"
+    embedded = generation.engine == "embedded"
+    yield Contradiction(
+        embedded and generation.gpu_memory_utilization is not None,
+        (f"{path}.gpu_memory_utilization", engine),
+        "set, but the embedded engine generates in the memory of training; set objective.generation.engine to "
+        f"'vllm', or leave {path}.gpu_memory_utilization out",
+    )
+    cut = generation.top_k > 0 or generation.top_p < 1
+    yield Contradiction(
+        not embedded and cut and generation.temperature != 1,
+        (f"{path}.temperature", f"{path}.top_k" if generation.top_k else f"{path}.top_p", engine),
+        f"{generation.temperature}, but vLLM then reports log-probabilities among the tokens that top_k and top_p "
+        "leave, not among all as training computes them; set the temperature to 1, or leave top_k and top_p out",
+    )
+
+
+def _weights(adapter: Lora | NoAdapter, training: Training) -> Iterator[Contradiction]:
+    """What cannot be handed over to vLLM as the weights of a whole model."""
+    engine = "objective.generation.engine"
+    yield Contradiction(
+        isinstance(adapter, Lora) and adapter.quantization != "none",
+        ("adapter.quantization", engine),
+        "its packed weights cannot be handed over to vLLM; set adapter.quantization to 'none', or "
+        "objective.generation.engine to 'embedded'",
+    )
+    yield Contradiction(
+        isinstance(adapter, Lora) and (adapter.use_dora or bool(adapter.target_parameters)),
+        (f"adapter.{'use_dora' if isinstance(adapter, Lora) and adapter.use_dora else 'target_parameters'}", engine),
+        "is not added to the weights that vLLM gets; leave it out, or set objective.generation.engine to 'embedded'",
+    )
+    yield Contradiction(
+        training.float8 != "none" and isinstance(adapter, Lora),
+        ("training.float8", "adapter.type", engine),
+        "keeps frozen weights in FP8 with scales of its own, which cannot be handed over to vLLM; set training.float8 "
+        "to 'none', or objective.generation.engine to 'embedded'",
     )

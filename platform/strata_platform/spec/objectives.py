@@ -161,6 +161,16 @@ class Generation(Section):
     batch_size: Count = Field(
         128, description="Answers that a process generates together, at most. Their keys and values take memory."
     )
+    engine: Literal["embedded", "vllm"] = Field(
+        "embedded",
+        description="`embedded` generates with the weights that are trained; `vllm` hands them over to vLLM in the "
+        "same process before it generates. The page Generation says which version of vLLM, and what was tested.",
+    )
+    gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1), BeforeValidator(number)] | None = Field(
+        None,
+        description="Share of a GPU's memory for vLLM's weights, keys and values in the process that trains, 0.3 by "
+        "default. They leave the GPU while the model learns.",
+    )
 
 
 class Distill(Section):
@@ -276,13 +286,14 @@ class Grpo(Section):
     importance_cap: Annotated[float, Field(gt=0, le=1e3), BeforeValidator(number)] | None = Field(
         None,
         description="Weigh tokens by the probability that training computes over that which generation computed, at "
-        "most this number; by default all count the same, and with `generate_ahead` it is 2.",
+        "most this number; by default all count the same, and with `generate_ahead` or the engine `vllm` it is 2.",
     )
 
     @property
     def largest_weight(self) -> float | None:
         """`importance_cap`, or its default."""
-        return 2.0 if self.importance_cap is None and self.generate_ahead else self.importance_cap
+        differs = self.generate_ahead or self.generation.engine != "embedded"
+        return 2.0 if self.importance_cap is None and differs else self.importance_cap
 
     @property
     def highest_ratio(self) -> float:

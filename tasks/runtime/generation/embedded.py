@@ -55,11 +55,14 @@ class EmbeddedGenerator:
         self._equal_lengths = needs_equal_lengths(model)
         self._kept: tuple[Sampling, StaticDecoder, _Rows] | None = None
 
+    def update_weights(self) -> None:
+        """Do nothing: the weights are the model's own."""
+
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
         """An answer to each request, in order. See `Generator`."""
         samples: dict[int, Sample] = {}
-        with _generating(self._model):
+        with without_training(self._model):
             for batch in self._batches(requests):
                 found = self._answers([requests[index] for index in batch], sampling)
                 samples.update(zip(batch, found, strict=True))
@@ -221,7 +224,7 @@ class _Rows:
 
 
 @contextmanager
-def _generating(model: PreTrainedModel) -> Iterator[None]:
+def without_training(model: PreTrainedModel) -> Iterator[None]:
     """Inside the block, `model` computes without dropout, and attends without the inputs of packed rows."""
     training = model.training
     model.eval()

@@ -51,7 +51,10 @@ class Sample(NamedTuple):
 
 
 class Generator(Protocol):
-    """Generates answers with the current weights of the model."""
+    """Generates answers with the weights of the model."""
+
+    def update_weights(self) -> None:
+        """Generate with the weights that the model has now. A collective."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
         """An answer to each request, in order."""

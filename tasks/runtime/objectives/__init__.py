@@ -5,6 +5,7 @@ from __future__ import annotations
 from strata_platform.spec import RunSpec
 from strata_platform.spec import objectives as settings
 from tasks.runtime.data import PreparedData
+from tasks.runtime.generation import Generator
 from tasks.runtime.models.build import has_router_loss
 from tasks.runtime.objectives.cpo import Cpo
 from tasks.runtime.objectives.custom import Custom, require_objective
@@ -59,13 +60,19 @@ def build_objective(spec: RunSpec, *, fused: bool) -> Objective:
 
 
 def build_validation_objective(
-    spec: RunSpec, *, fused: bool, data: PreparedData | None = None, whole: WholeModel | None = None
+    spec: RunSpec,
+    *,
+    fused: bool,
+    data: PreparedData | None = None,
+    whole: WholeModel | None = None,
+    generator: Generator | None = None,
 ) -> Objective:
     """The objective that measures the trained model. A distilled model is measured without its teacher, one that learns
-    from rewards by those of its answers to the prompts of `data`; `whole` writes them where weights are sharded.
+    from rewards by those of its answers to the prompts of `data`; `whole` writes them where weights are sharded, or the
+    `generator` of the run.
     """
     if spec.objective.type == "grpo":
-        return GrpoValidation(spec, data, whole)
+        return GrpoValidation(spec, data, whole, generator)
     if spec.objective.type == "distill":
         return NextToken(fused=fused, routed=has_router_loss(spec.model))
     return build_objective(spec, fused=fused)

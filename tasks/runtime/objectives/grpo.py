@@ -26,13 +26,12 @@ from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import Batch
 from tasks.runtime.data.prompts import AnswerRows, Prompt, prompts_of
 from tasks.runtime.data.row_order import row_order
-from tasks.runtime.generation import EmbeddedGenerator
 from tasks.runtime.models.build import build_model, has_fused_loss, move_to_device, patch
 from tasks.runtime.models.lora import base_fingerprint, without_adapter
 from tasks.runtime.models.varlen_attention import has_varlen_attention, set_varlen_attention
 from tasks.runtime.objectives.answer_log_probs import answer_log_probs, frozen_answer_log_probs
 from tasks.runtime.objectives.objective import MicroBatchLoss, ObjectiveContext, target_tokens
-from tasks.runtime.objectives.rollout import Rollout, Step, rows_of, sampling_of
+from tasks.runtime.objectives.rollout import Rollout, Step, generator_of, rows_of, sampling_of
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.rewards.scoring import Rewards
 
@@ -67,18 +66,11 @@ class Grpo:
         whole, data = context.whole, context.data
         assert whole is not None
         tokenizer = data.tokenizer()
-        generator = EmbeddedGenerator(
-            whole.model,
-            tokenizer,
-            pad_token_id=data.manifest.pad_token_id,
-            seed=self._spec.seed,
-            batch_size=settings.generation.batch_size,
-        )
         if settings.beta and self._spec.adapter.type == "none":
             self._load_reference(context, varlen=has_varlen_attention(whole.model))
         self._rollout = Rollout(
             settings,
-            generator,
+            generator_of(settings.generation, context),
             sampling_of(settings.generation, data, whole.model),
             Rewards(settings.rewards, context.processes.device),
             tokenizer,
@@ -111,6 +103,7 @@ class Grpo:
         asked = [prompt.answer or 0 for prompt in prompts if prompt is not None]
         if asked != self._asked:
             self._context.whole.update()
+            self._rollout.update_weights()
             asking = [prompt for prompt in prompts if prompt is not None]
             self._step = self._rollout.run(asking, processes, self._upcoming(asking))
             self._asked = asked

@@ -21,7 +21,7 @@ from strata_platform.spec.objectives import Grpo as Settings
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import IGNORE_INDEX, Batch
 from tasks.runtime.data.prompts import prompts_of
-from tasks.runtime.generation import EmbeddedGenerator, Request
+from tasks.runtime.generation import EmbeddedGenerator, Generator, Request
 from tasks.runtime.objectives.objective import MicroBatchLoss, ObjectiveContext, target_tokens
 from tasks.runtime.objectives.rollout import answers_of, sampling_of, total_of
 from tasks.runtime.parallel.whole_model import WholeModel
@@ -33,13 +33,20 @@ class GrpoValidation:
     """The negated reward of greedy answers, averaged over prompts.
 
     data: None for a plan, which generates nothing. whole: what answers instead of the model, if its weights are
-    sharded.
+    sharded. generator: the engine of a run in training, if it is not the embedded one.
     """
 
     unit = "reward, negated"
 
-    def __init__(self, spec: RunSpec, data: PreparedData | None, whole: WholeModel | None = None) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        data: PreparedData | None,
+        whole: WholeModel | None = None,
+        generator: Generator | None = None,
+    ) -> None:
         assert isinstance(spec.objective, Settings)
+        self._generator = generator
         self._spec, self._settings, self._data, self._whole = spec, spec.objective, data, whole
         self._rewards: Rewards | None = None
         # Of the micro-batches that are to come, in order.
@@ -77,6 +84,8 @@ class GrpoValidation:
             return
         if self._whole is not None:
             self._whole.update()
+        if self._generator is not None:
+            self._generator.update_weights()
         tables = [self._scored(model, batch, processes.device) for batch in batches]
         rows = torch.cat(tables)
         totals = torch.stack([(~rows.isnan()).sum(0), torch.full(rows.shape[1:], rows.shape[0])])
@@ -112,7 +121,7 @@ class GrpoValidation:
         rows: list[list[float]] = []
         if prompts:
             tokenizer = self._data.tokenizer()
-            generator = EmbeddedGenerator(
+            generator = self._generator or EmbeddedGenerator(
                 model,
                 tokenizer,
                 pad_token_id=self._data.manifest.pad_token_id,

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import IGNORE_INDEX, MODEL_INPUT, ROPE_COLUMNS, Batch, Row, collate
+from tasks.runtime.generation import Generator
 from tasks.runtime.parallel import Strategy
 from tasks.runtime.parallel.whole_model import WholeModel
 from tasks.runtime.process.ranks import Processes
@@ -50,6 +51,8 @@ class ObjectiveContext:
     """Makes a batch of rows, with the inputs that the model takes."""
     whole: WholeModel | None = None
     """The model that answers prompts; None for objectives that generate nothing."""
+    generator: Generator | None = None
+    """The engine that generates, if it is not the embedded one."""
     steps: int | None = None
     """The last step of the run, if it is known."""
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from strata_platform.spec.objectives import Distill as Settings
 from tasks.runtime.data.dataset import IGNORE_INDEX, Batch, Row
 from tasks.runtime.data.prompts import ANSWER
-from tasks.runtime.generation import EmbeddedGenerator, Request, Sampling
+from tasks.runtime.generation import Request, Sampling
 from tasks.runtime.generation.sampling import uniform_numbers
 from tasks.runtime.objectives.objective import ObjectiveContext
-from tasks.runtime.objectives.rollout import sampling_of
+from tasks.runtime.objectives.rollout import generator_of, sampling_of
 
 OWN = "own"
 """Column of a row: 1 for tokens that the student has written, [T], int64."""
@@ -55,13 +55,7 @@ class OwnAnswers:
             )
         assert context.whole is not None
         self._whole = context.whole
-        self._generator = EmbeddedGenerator(
-            self._whole.model,
-            data.tokenizer(),
-            pad_token_id=data.manifest.pad_token_id,
-            seed=spec.seed,
-            batch_size=settings.generation.batch_size,
-        )
+        self._generator = generator_of(settings.generation, context)
         self._sampling: Sampling = sampling_of(settings.generation, data, self._whole.model)
         self._ended = time.monotonic()
         self.share_of_time = 0.0
@@ -71,6 +65,7 @@ class OwnAnswers:
         """The micro-batches of a step, with answers of the student. A collective."""
         began = time.monotonic()
         self._whole.update()
+        self._generator.update_weights()
         documents = [list(_documents(batch)) for batch in batches]
         chosen = {
             document.number: Request(tuple(document.input_ids[: document.begin].tolist()), document.number)

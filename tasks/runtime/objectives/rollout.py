@@ -22,7 +22,8 @@ from strata_platform.spec.objectives import Grpo as Settings
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import IGNORE_INDEX, Row
 from tasks.runtime.data.prompts import Prompt
-from tasks.runtime.generation import Generator, Request, Sample, Sampling
+from tasks.runtime.generation import EmbeddedGenerator, Generator, Request, Sample, Sampling
+from tasks.runtime.objectives.objective import ObjectiveContext
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.rewards.reward_function import Answers
 from tasks.runtime.rewards.scoring import Rewards
@@ -73,6 +74,20 @@ def sampling_of(generation: Generation, data: PreparedData, model: PreTrainedMod
     return Sampling(**values | changes)
 
 
+def generator_of(generation: Generation, context: ObjectiveContext) -> Generator:
+    """The engine of the run."""
+    if context.generator is not None:
+        return context.generator
+    assert context.whole is not None
+    return EmbeddedGenerator(
+        context.whole.model,
+        context.data.tokenizer(),
+        pad_token_id=context.data.manifest.pad_token_id,
+        seed=context.spec.seed,
+        batch_size=generation.batch_size,
+    )
+
+
 def answers_of(prompts: Sequence[Prompt], samples: Sequence[Sample], tokenizer: Any) -> Answers:
     """The answers as rewards get them: as texts without special tokens."""
     return Answers(
@@ -105,6 +120,10 @@ class Rollout:
         self._ended = time.monotonic()
         # Those of the next step, which rewards score meanwhile.
         self._ahead: Drawn | None = None
+
+    def update_weights(self) -> None:
+        """Generate with the weights that the model has now. A collective."""
+        self._generator.update_weights()
 
     def run(self, prompts: list[Prompt], processes: Processes, upcoming: Sequence[Prompt] = ()) -> Step:
         """Answer the prompts of this rank, and after them `upcoming`, the prompts of the next call. A collective."""

