@@ -4,6 +4,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn import functional
 
 from strata_kernels import jsd, kl_div, tvd
 from strata_kernels.ops.divergence import divergence_rows
+from strata_kernels.ops.divergence.divergence_reference import reference_divergence, reference_gradient
 
 # The interpreter's NumPy warns of lanes whose results are masked.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
@@ -132,6 +134,46 @@ def test_both_ways_through_a_row(
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocabulary", [300, *((9000, 131072) if torch.cuda.is_available() else ())])
+@pytest.mark.parametrize(
+    ("kind", "beta", "temperature"),
+    [("jsd", 0.5, 1.0), ("jsd", 0.1, 0.7), ("forward_kl", 0.0, 0.7), ("reverse_kl", 1.0, 1.0), ("tvd", 0.5, 1.0)],
+)
+def test_16_bits_at_their_limits(kind, beta, temperature, vocabulary, dtype, device, monkeypatch, poisoned) -> None:
+    """Equal rows, tokens that one side or both rule out, whole parts of them, far logits, ignored rows; in place."""
+    n_rows = 70 if device.type == "cuda" else 8
+    logits, teacher = (torch.randn(n_rows, vocabulary, device=device).mul(3).to(dtype) for _ in range(2))
+    target = torch.zeros(n_rows, dtype=torch.int64, device=device)
+    target[::5] = -100
+    logits[1] = teacher[1]
+    most = vocabulary * 9 // 10
+    logits[2, 7:most] = teacher[2, 7:most] = teacher[3, 7:most] = -torch.inf
+    if kind != "reverse_kl":
+        teacher[4, 9:most] = -torch.inf
+    if kind in ("jsd", "tvd"):
+        logits[4, 7:most] = -torch.inf
+    if kind == "reverse_kl":
+        teacher[3] = teacher[7]
+    logits[6] *= 30
+    # On a CPU two groups, which walk down four rows each.
+    monkeypatch.setattr(divergence_rows, "_NARROW_TILE", replace(divergence_rows._NARROW_TILE, per_sm=1))
+    taken, takes = [], divergence_rows._is_narrow
+    monkeypatch.setattr(divergence_rows, "_is_narrow", lambda *a: taken.append(takes(*a)) or taken[-1])
+    form = divergence_rows.Form(kind, beta, temperature)
+    scale, losses = torch.full((n_rows,), 3.0, device=device), [torch.empty(n_rows, device=device) for _ in range(2)]
+    exact = reference_divergence(logits.double(), teacher.double(), target, form)
+    gradient = reference_gradient(logits.double(), teacher.double(), target, scale.double(), form)
+    torchs = (reference_gradient(logits, teacher, target, scale, form).double() - gradient).abs().nan_to_num()
+    divergence_rows.divergence_rows(logits, teacher, target, None, losses[0], form)
+    divergence_rows.divergence_rows(logits, teacher, target, scale, losses[1], form, dz=logits)
+    assert torch.equal(*losses) and (INTERPRETED or device.type == "cuda") == bool(taken and all(taken))
+    torch.testing.assert_close(losses[0].double(), exact, rtol=2e-6, atol=5e-7)
+    # Beside two last halves of a place, what PyTorch in fp32 is off where logits are far apart.
+    bar = gradient.abs().amax(1, keepdim=True) * torch.finfo(dtype).eps + 2 * torchs.amax(1, keepdim=True) + 1e-6
+    assert ((logits.double() - gradient).abs() <= bar).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_probabilities_match_fp64(kind, dtype, device, compare_trained, poisoned) -> None:
@@ -190,11 +232,11 @@ def test_equal_distributions(kind, device) -> None:
     assert loss.abs() < 1e-6 and torch.autograd.grad(loss, logits)[0].abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_that_one_side_rules_out(kind, device) -> None:
+def test_tokens_that_one_side_rules_out(kind, dtype, device) -> None:
     """Where p or q is 0, a term is 0 or infinite, and gradients are no NaN."""
-    logits = torch.randn(4, 40, device=device)
-    teacher = torch.randn(4, 40, device=device)
+    logits, teacher = (torch.randn(4, 40, device=device).to(dtype) for _ in range(2))
     logits[0, :3] = teacher[0, :3] = teacher[1, 3:9] = -torch.inf
     logits[2, 5], teacher[3, 7] = 200.0, 200.0
     ours, losses = KINDS[kind]

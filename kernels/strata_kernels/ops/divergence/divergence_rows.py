@@ -19,6 +19,7 @@ from .divergence_reference import (
     reference_divergence,
     reference_gradient,
 )
+from .narrow_kernel import narrow_divergence_kernel
 from .whole_row_kernels import cosine_kernel, tvd_probabilities_kernel
 
 _KINDS = {"forward_kl": FORWARD_KL, "reverse_kl": REVERSE_KL, "jsd": JSD, "tvd": TVD}
@@ -56,6 +57,26 @@ _TILES = (
     Tile(itemsize=2, block=4096, warps=4, registers=128, distance_per_sm=4),
     Tile(itemsize=4, block=4096, warps=8, registers=80, distance_per_sm=4),
 )
+
+
+@dataclass(frozen=True)
+class NarrowTile:
+    """Launch parameters of `narrow_divergence_kernel`.
+
+    Attributes:
+        block, warps, registers: as in `Tile`.
+        per_sm: programs that run on a multiprocessor at once.
+    """
+
+    block: int
+    warps: int
+    registers: int
+    per_sm: int
+
+
+_NARROW_TILE = NarrowTile(block=4096, warps=4, registers=128, per_sm=4)
+# Parts of a row: as many as the smallest share of a GPU, 16 multiprocessors, runs at once.
+_MOST_NARROW = 64
 
 
 class Labels(NamedTuple):
@@ -118,6 +139,9 @@ def _launch(
     z: Tensor, t: Tensor, target: Tensor, scale: Tensor | None, loss: Tensor, form: Form, dz: Tensor | None,
     labels: Labels | None,
 ) -> None:  # fmt: skip
+    if labels is None and _is_narrow(z, t, form, dz):
+        _launch_narrow(z, t, target, scale, loss, form, dz)
+        return
     n_rows, vocabulary = z.shape
     tile = next(tile for tile in _TILES if max(z.itemsize, t.itemsize) <= tile.itemsize)
     block = min(max(triton.next_power_of_2(vocabulary), 128), tile.block)
@@ -139,9 +163,49 @@ def _launch(
         V=vocabulary, KIND=_KINDS[form.divergence], BETA=form.beta,
         SOFTCAP=form.softcap, TEACHER_SOFTCAP=form.teacher_softcap, TEMPERATURE=form.temperature,
         NORMALIZED=form.normalized, GRADIENT=dz is not None, KEEP=keep,
-        # The interpreter knows no assembly.
-        NARROW=narrow, FAST=narrow and z.device.type != "cpu",
+        # Beside the rounding of logits in 16 bits another counts little, but in the scale of a whole distribution. The
+        # interpreter knows no assembly.
+        NARROW=narrow and form.divergence == "jsd", FAST=narrow and z.device.type != "cpu",
         PARTS=parts, PADDED=triton.next_power_of_2(parts), BLOCK=block,
+        num_warps=max(tile.warps * block // tile.block, 1), maxnreg=tile.registers,
+    )  # fmt: skip
+    torch.sum(partial, 1, out=loss)
+
+
+def _is_narrow(z: Tensor, t: Tensor, form: Form, dz: Tensor | None) -> bool:
+    """Whether the rows are as `narrow_divergence_kernel` takes them: words of two logits in 16 bits, as they are."""
+    given = [x for x in (z, t, dz) if x is not None]
+    if form.normalized or form.softcap or form.teacher_softcap or any(x.dtype != z.dtype for x in given):
+        return False
+    if z.itemsize != 2 or any(n % 2 for x in given for n in (x.shape[1], x.stride(0), x.storage_offset())):
+        return False
+    # The interpreter runs one program after the other: there none may wait for a later one.
+    most = 1 if z.device.type == "cpu" else _MOST_NARROW
+    return z.shape[1] <= most * _NARROW_TILE.block
+
+
+def _launch_narrow(
+    z: Tensor, t: Tensor, target: Tensor, scale: Tensor | None, loss: Tensor, form: Form, dz: Tensor | None
+) -> None:
+    (n_rows, vocabulary), tile = z.shape, _NARROW_TILE
+    block = min(max(triton.next_power_of_2(vocabulary), 256), tile.block)
+    parts = triton.cdiv(vocabulary, block)
+    n_parts = n_rows * parts
+    if 3 * n_parts >= 2**31:
+        raise ValueError(f"{n_rows} rows of logits are too many for an index in 32 bits: split them")
+    n_groups = min(n_rows, max(tile.per_sm * multiprocessors(z.device) // parts, 1))
+    partial = loss.new_empty(n_rows, parts)
+    words = [None if x is None else x.view(torch.int32) for x in (z, t, dz)]
+    launch(
+        narrow_divergence_kernel, (n_groups * parts,),
+        *words, target, scale, partial, z.new_zeros(3 * n_parts, dtype=torch.int64),
+        n_rows, n_groups, n_parts, *(0 if x is None else x.stride(0) for x in words),
+        0 if scale is None else scale.stride(0), form.ignore_index,
+        V=vocabulary // 2, KIND=_KINDS[form.divergence], BETA=form.beta, TEMPERATURE=form.temperature,
+        GRADIENT=dz is not None, BF16=z.dtype == torch.bfloat16,
+        # The interpreter knows no assembly.
+        FAST=z.device.type != "cpu",
+        PARTS=parts, PADDED=triton.next_power_of_2(parts), BLOCK=block // 2,
         num_warps=max(tile.warps * block // tile.block, 1), maxnreg=tile.registers,
     )  # fmt: skip
     torch.sum(partial, 1, out=loss)
