@@ -191,3 +191,18 @@ def test_a_teacher_that_asks_for_a_gradient_gets_none() -> None:
     divergences.LigerFusedLinearJSD()(x, head, rand(3, H, seed=3).requires_grad_(), teacher_head).backward()
     assert student.grad is not None and head.grad is not None
     assert teacher.grad is None and teacher_head.grad is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_type": "sigmoyd"}, "Unsupported loss_type: sigmoyd; known are sigmoid"),
+        ({"loss_type": "exo_pair"}, "label_smoothing must be > 0 for loss_type='exo_pair'"),
+        ({"loss_type": "robust", "label_smoothing": 0.5}, r"must lie in \[0.0, 0.5\) for loss_type='robust'"),
+        ({"loss_type": "robust", "label_smoothing": -0.1}, r"must lie in \[0.0, 0.5\) for loss_type='robust'"),
+    ],
+    ids=["unknown", "exo_pair", "robust, too large", "robust, negative"],
+)
+def test_dpo_refuses_wrong_options_when_it_is_made(options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        chunked_pairs.LigerFusedLinearDPOLoss(**options)

@@ -7,7 +7,7 @@ states and of the head's weight, in fp32.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -173,6 +173,17 @@ class LigerFusedLinearDPOLoss(WithOptions):
         "use_ref_model": True, "average_log_prob": False, "chunk_size": 1, "loss_type": "sigmoid",
         "label_smoothing": 0.0, "discopop_tau": 0.05,
     }  # fmt: skip
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        loss, smoothing = self.options["loss_type"], self.options["label_smoothing"]
+        # In Liger's words, which callers may look for.
+        if loss not in get_args(PairLoss):
+            raise ValueError(f"Unsupported loss_type: {loss}; known are {', '.join(get_args(PairLoss))}")
+        if loss == "exo_pair" and smoothing <= 0.0:
+            raise ValueError(f"label_smoothing must be > 0 for loss_type='exo_pair', got {smoothing}, such as 1e-3")
+        if loss == "robust" and not 0.0 <= smoothing < 0.5:
+            raise ValueError(f"label_smoothing must lie in [0.0, 0.5) for loss_type='robust', got {smoothing}")
 
     def forward(
         self,
