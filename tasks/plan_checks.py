@@ -56,9 +56,14 @@ def check_plan(spec: RunSpec) -> None:
         run_checks("plan", "spec", spec=spec)
     finally:
         runtime.removeHandler(kept)
-    if note is not None:
+    if note is None:
+        return
+    try:
         note.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(note, json.dumps(kept.texts).encode(), durable=False)
+    except OSError as error:
+        # The output folder may be mounted in the pods of `resources.pod_template` alone.
+        log.info("the next run like this one is checked again: %s", error)
 
 
 def _note_of(spec: RunSpec) -> Path | None:

@@ -94,6 +94,13 @@ def test_what_depends_on_more_than_the_spec_is_always_checked(tmp_path, checked,
     assert len(checked) == 2 and not list(tmp_path.rglob("*.json"))
 
 
+def test_a_pod_that_may_not_write_to_the_output_folder_checks_each_time(tmp_path, checked):
+    (tmp_path / "data").write_text("a file in place of the folder")
+    for _ in range(2):
+        check_plan(spec_of(tmp_path))
+    assert len(checked) == 2
+
+
 def test_a_run_that_fails_a_check_fails_it_again(tmp_path, monkeypatch):
     spec = spec_of(tmp_path, tracking={"report_to": ["wandb"]})
 
