@@ -2,7 +2,8 @@
 
 import pytest
 
-from tasks.runtime.process.error_explanations import MemoryKills, explain
+from tasks.runtime.process.error_explanations import MemoryKills, explain, reason_to_retry
+from tasks.runtime.process.errors import Unreachable
 
 # As PyTorch, NCCL and the driver say them.
 ERRORS = [
@@ -77,3 +78,21 @@ def test_the_kernels_own_count_tells_of_memory(tmp_path, membership, folder, eve
 
 def test_where_nobody_counts_nothing_is_said(tmp_path):
     assert MemoryKills(tmp_path / "none", tmp_path / "none").sentence("8Gi") is None
+
+
+@pytest.mark.parametrize(
+    ("error", "processes", "retried"),
+    [
+        # A collective that lost its peer, in words that are not known.
+        (RuntimeError("some collective failed"), 2, True),
+        (RuntimeError("some operation failed"), 1, False),
+        (RuntimeError("CUDA error: device-side assert triggered"), 2, False),
+        (OSError(28, "No space left on device"), 1, True),
+        (OSError(13, "Permission denied"), 2, False),
+        (TypeError("a mistake in somebody's code"), 2, False),
+        (Unreachable("the Hub"), 1, True),
+    ],
+    ids=["lost a peer", "alone", "known and final", "disk full", "rights", "code", "store"],
+)
+def test_what_another_attempt_may_mend_is_retried(error, processes, retried):
+    assert (reason_to_retry(error, processes) is not None) == retried
