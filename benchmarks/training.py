@@ -230,7 +230,7 @@ RUNS = (
             **_STOCHASTIC,
             **_IN_BACKWARD,
         )
-        for kept in (0, 24)
+        for kept in (0, 24, 47)
     ),
     _run("30b-a3b", 1, recompute="full", **_EXPERTS),
     _run("8b-quarter", 2, **_NF4),

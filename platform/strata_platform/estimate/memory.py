@@ -205,8 +205,9 @@ def activations_of_layer(work: Workload) -> float:
     # Context parallelism keeps attention's output twice: per part of the row, and joined for the next product.
     queries = shape.queries * (3 if parallel > 1 else 2)
     gate = 2 if work.fused_gate or not shape.gated else 3
-    # Each expert of a token gets its hidden states, and returns others. Expert parallelism gathers those of the group.
-    hidden = 4 + 2 * shape.active_experts + work.parallel.expert_parallel - 1
+    # Each expert of a token gets its hidden states, and returns others; fused experts keep neither. Expert parallelism
+    # gathers those of the group.
+    hidden = 4 + (0 if work.fused else 2 * shape.active_experts) + work.parallel.expert_parallel - 1
     width = hidden * shape.hidden + queries + 2 * keys + gate * shape.intermediate
     if not work.fused:
         # Norms keep an fp32 copy and the normalized value, rotary embeddings their inputs, the gate its activation.

@@ -20,6 +20,10 @@ _JOINED_BYTES = 12
 _EXPERTS = 0.65
 # Seconds of a layer's router, of sorting its tokens, and of many small kernels around them, in all passes.
 _ROUTING = 0.5e-3
+# Rate of attention where a token attends to so many others or more, relative to that of shorter rows.
+_LONG, _LONG_ROWS = 16384, 1.25
+# Rate of a step with 8-bit moments, relative to that of others: where it rounds weights, arithmetic is what limits it.
+_EIGHT_BITS = 0.79
 # Share of a collective that overlaps with computation, if there is enough of it.
 _HIDDEN = 0.85
 
@@ -68,6 +72,8 @@ def time_of(work: Workload, gpu: Gpu) -> Time:
     head_flops = 2 * shape.head_parameters * (2 if work.lora else 3)
     products = tokens * (shape.layers * layer_flops / products_rate(work, gpu) + head_flops / gpu.products)
     attention_rate = gpu.masked if work.masked else gpu.causal
+    if work.sequence_length * work.attended >= _LONG:
+        attention_rate *= _LONG_ROWS
     attention = tokens * shape.layers * _attention_flops(work, attends_again) / attention_rate
     traffic = tokens * _layer_traffic(work, light) + _dequantization_traffic(work, again) + cast_traffic(work, again)
     elementwise = shape.layers * traffic / gpu.stream
@@ -149,6 +155,8 @@ def _optimizer(work: Workload, gpu: Gpu) -> float:
     moments = 2 * weights if work.optimizer.type == "muon" else moment_bytes(work)
     moved = weights * (6 if work.optimizer.max_grad_norm else 3) + 2 * (moments + master_bytes(work))
     seconds = moved / work.shards / gpu.update
+    if work.optimizer.type == "adamw_8bit" and work.optimizer.precision != "fp32_master":
+        seconds /= _EIGHT_BITS
     if work.optimizer.type == "muon":
         # Five Newton-Schulz iterations: X Xᵀ, its square, and that times X, for each matrix.
         sizes = [(min(pair), max(pair)) for pair in work.shape.linear_layers]
