@@ -1,5 +1,7 @@
 """adamw_8bit_step against bitsandbytes, fp64 AdamW and every value, and kernel against reference."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 from torch import Tensor
 
 from strata_kernels import EightBitPlan, Shard, adamw_8bit_step, join_weight
+from strata_kernels.ops import _launch
 from strata_kernels.ops.adamw import eight_bits
 from strata_kernels.ops.adamw.eight_bits_codes import BLOCK, values_on
 
@@ -213,3 +216,35 @@ def test_a_plan_launches_again_without_triton(device: torch.device, path: str, m
     assert counts == [1, 1, 1]
     with pytest.raises(ValueError, match="step at least 1"):
         state.step(noise(device, BF16), 0, plan=plan)
+
+
+@pytest.mark.parametrize("rounding", ["master", "stochastic"])
+def test_a_plan_launches_with_the_arguments_that_triton_would_get(rounding: str, path: str, monkeypatch: Any) -> None:
+    """Without a GPU: a compiled kernel that notes what it is run with."""
+    if path != "reference":
+        pytest.skip("the kernel runs")
+    given: list[list[Any]] = []
+    ran: list[tuple[Any, ...]] = []
+    compiled = SimpleNamespace(function="function", packed_metadata="metadata", run=lambda *args: ran.append(args))
+
+    def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **keywords: Any) -> None:
+        missing = [None] * (len(kernel.params) - len(args))
+        given.append([x.data_ptr() if isinstance(x, Tensor) else x for x in args] + missing)
+        _launch._capture(compiled, kernel, grid, args, keywords)
+
+    monkeypatch.setattr(eight_bits, "takes_kernel", lambda x: True)
+    monkeypatch.setattr(eight_bits, "launch", launch)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    cpu, shard, plan = torch.device("cpu"), Shard(3, offset=2**33 + 512), EightBitPlan()
+    state = State(torch.randn(BLOCKS * BLOCK).to(BF16), rounding)
+    state.step(noise(cpu, BF16), 1, shard, plan=plan)
+    assert not ran
+    for number, rate in ((2, 1e-2), (3, 3e-4)):
+        gradient, launches = noise(cpu, BF16), len(given)
+        state.step(gradient, number, shard, plan=plan, lr=rate)
+        assert len(given) == launches and len(ran) == number - 1
+        state.step(gradient, number, shard, lr=rate)
+        head = (-(-BLOCKS // eight_bits._BLOCKS), 1, 1, 7, "function", "metadata", None, None, None)
+        assert ran[-1] == (*head, *given[-1])
