@@ -157,6 +157,21 @@ def problems_of(project: str, attempts: list[Attempt], stamp: int) -> tuple[list
     return found, listed
 
 
+def report(attempts: list[Attempt], users: int, seconds: float) -> None:
+    """Print what submissions took and cost, before the runs have ended."""
+    accepted = [attempt for attempt in attempts if not attempt.refusal]
+    refused = [attempt for attempt in attempts if attempt.refusal]
+    print(f"{len(attempts)} submissions by {users} users in {seconds:.0f} s: {len(accepted)} runs, {len(refused)} "
+          f"refused; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")  # fmt: skip
+    for what, chosen in (("accepted", accepted), ("refused", refused)):
+        if chosen:
+            taken = sorted(attempt.seconds for attempt in chosen)
+            calls = {kind: statistics.mean(a.calls[kind] for a in chosen) for kind in ("Flyte", "Kubernetes")}
+            shown = ", ".join(f"{number:.1f} calls to {kind}" for kind, number in calls.items())
+            print(f"| {what} | {statistics.median(taken):.2f} s | {taken[0]:.2f} to {taken[-1]:.2f} | {shown} |")
+    print("".join(f"a refusal: {attempt.refusal}" for attempt in refused[:1]), flush=True)
+
+
 def main() -> int:
     """Submit, look, wait, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -169,7 +184,7 @@ def main() -> int:
     versions = {project: register(project, asked.image, asked.seconds) for project in asked.projects}
     stamp, begin = time.time_ns() // 10**9, time.monotonic()
     attempts = submit_all(asked.projects, versions, asked.users, asked.runs, stamp)
-    submitted = time.monotonic() - begin
+    report(attempts, asked.users, time.monotonic() - begin)
     problems = []
     for project in asked.projects:
         found, _ = problems_of(project, [a for a in attempts if a.project == project], stamp)
@@ -183,18 +198,7 @@ def main() -> int:
         time.sleep(2)
     if set(done) != {Phase.SUCCEEDED}:
         problems.append(f"not all succeeded: {dict(done)}")
-    accepted = [attempt for attempt in attempts if not attempt.refusal]
-    print(f"{len(attempts)} submissions by {asked.users} users in {submitted:.0f} s: {len(accepted)} runs, "
-          f"{len(attempts) - len(accepted)} refused; all had ended after {time.monotonic() - begin:.0f} s; "
-          f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")  # fmt: skip
-    for what, chosen in (("accepted", accepted), ("refused", [a for a in attempts if a.refusal])):
-        if chosen:
-            seconds = sorted(attempt.seconds for attempt in chosen)
-            calls = {kind: statistics.mean(a.calls[kind] for a in chosen) for kind in ("Flyte", "Kubernetes")}
-            shown = ", ".join(f"{number:.1f} calls to {kind}" for kind, number in calls.items())
-            print(f"| {what} | {statistics.median(seconds):.2f} s | {seconds[0]:.2f} to {seconds[-1]:.2f} | {shown} |")
-    if refused := [attempt.refusal for attempt in attempts if attempt.refusal]:
-        print(f"a refusal: {refused[0]}")
+    print(f"all had ended after {time.monotonic() - begin:.0f} s")
     print("\n".join(problems) or "none lost, none doubled, none invisible")
     return 1 if problems else 0
 

@@ -38,6 +38,7 @@ STACK = STATE / "strata-stack"
 RUNS = STATE / "runs"
 FLYTE_CONFIG = STATE / "flyte.yaml"
 DATABASE = STATE / "database"
+BACKUP = STATE / "flyte.dump"
 PROVIDER = STATE / "identity-provider"
 CLIENT_SECRET = "strata-flyte-client"
 NAMESPACE = "strata-system"
@@ -219,6 +220,29 @@ def upgrade_stack() -> None:
 def remove_stack() -> None:
     """The stack, as docs/upgrade.md says."""
     inside("helm", "uninstall", "strata", "--namespace", NAMESPACE, "--wait", limit=LIMITS["install"])
+
+
+def back_up_flyte() -> None:
+    """Flyte's state, as docs/backup.md says."""
+    upstream_flyte.back_up_database(partial(inside, limit=60), BACKUP, STORE)
+
+
+def restore_flyte() -> None:
+    """An empty database, and in it the state that was backed up."""
+    flyte = ("kubectl", "--namespace", NAMESPACE)
+    inside(*flyte, "scale", "deploy/flyte-binary", "--replicas=0", limit=30)
+    inside(
+        *flyte,
+        "wait",
+        "pods",
+        "--selector=app.kubernetes.io/name=flyte-binary",
+        "--for=delete",
+        "--timeout=90s",
+        limit=100,
+    )
+    upstream_flyte.restore_database(partial(inside, limit=60), BACKUP, STORE)
+    inside(*flyte, "scale", "deploy/flyte-binary", "--replicas=1", limit=30)
+    inside(*flyte, "rollout", "status", "deploy/flyte-binary", "--timeout=120s", limit=130)
 
 
 def upgrade(values: dict[str, Any], *options: str) -> None:
@@ -463,7 +487,7 @@ WITHIN: dict[str, Callable[[], int | None]] = {
     "install-stack": install_stack,
     "upgrade-stack": upgrade_stack,
     "remove-stack": remove_stack,
-}
+} | ({"backup-flyte": back_up_flyte, "restore-flyte": restore_flyte} if upstream_flyte.PROGRAM else {})
 """What a test asks for while `test` has the cluster."""
 
 

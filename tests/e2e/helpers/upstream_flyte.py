@@ -156,6 +156,18 @@ def start_database(run: Callable[..., object], folder: Path, host: str) -> None:
     run(*_as_user("pg_ctl"), "-D", str(folder), "-l", str(folder / "log"), "-w", "-o", options, "start")
 
 
+def back_up_database(run: Callable[..., object], file: Path, host: str) -> None:
+    """Write all of Flyte's state to `file`, while it runs."""
+    run(*_as_client("pg_dump", host), "--format", "custom", "--file", str(file), "flyte")
+
+
+def restore_database(run: Callable[..., object], file: Path, host: str) -> None:
+    """Lose Flyte's database, and restore it from `file`. Nobody may use it meanwhile."""
+    run(*_as_client("dropdb", host), "flyte")
+    run(*_as_client("createdb", host), "flyte")
+    run(*_as_client("pg_restore", host), "--dbname", "flyte", "--exit-on-error", str(file))
+
+
 def stop_database(run: Callable[..., object], folder: Path) -> None:
     """End it, where there is one, also one that a killed process left."""
     try:
@@ -165,10 +177,19 @@ def stop_database(run: Callable[..., object], folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _as_client(program: str, host: str) -> list[str]:
+    os.environ["PGPASSWORD"] = _PASSWORD
+    return [_program(program), "--host", host, "--username", _USER]
+
+
 def _as_user(program: str) -> list[str]:
+    return ["setpriv", f"--reuid={_USER}", f"--regid={_USER}", "--clear-groups", "--", _program(program)]
+
+
+def _program(program: str) -> str:
     # Debian keeps PostgreSQL's programs out of the PATH.
     places = [*sorted(Path("/usr/lib/postgresql").glob("*/bin")), *os.get_exec_path()]
     found = shutil.which(program, path=os.pathsep.join(map(str, places)))
     if found is None:
         raise FileNotFoundError(f"STRATA_FLYTE needs PostgreSQL, and {program} is not here")
-    return ["setpriv", f"--reuid={_USER}", f"--regid={_USER}", "--clear-groups", "--", found]
+    return found
