@@ -251,6 +251,16 @@ class KubernetesApi:
         return answer
 
 
+def items_if_installed(api: KubernetesApi, path: str, **query: Any) -> list[Object]:
+    """The items of a kind; none if the cluster does not have the kind."""
+    try:
+        return api.items(path, **query)
+    except ApiError as error:
+        if error.status != 404:
+            raise
+        return []
+
+
 def _message(body: bytes) -> str:
     try:
         return str(json.loads(body)["message"])

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from strata_platform.backends.flyte_config import FlyteConfig
+from strata_platform.errors import Refused, Unreachable
 
 
 class FlyteStore:
@@ -15,9 +16,17 @@ class FlyteStore:
         self._config = config
 
     def read(self, url: str) -> bytes:
-        """The content of a file."""
-        files, path = self._open(url)
-        content: bytes = files.cat_file(path)
+        """The content of a file. Raises FileNotFoundError, Refused, and Unreachable."""
+        try:
+            files, path = self._open(url)
+            content: bytes = files.cat_file(path)
+        except FileNotFoundError:
+            raise
+        except PermissionError as error:
+            raise Refused(f"the object store refused to give {url}: {error}") from error
+        # Each store's client has exceptions of its own, with no base in common.
+        except Exception as error:
+            raise Unreachable(f"the object store did not give {url}: {error}") from error
         return content
 
     def copy(self, url: str, to: Path, *, folder: bool) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from strata_platform.backends.api_errors import translated_errors
 from strata_platform.errors import BackendError
-from strata_platform.kubernetes_api import Access, ApiError, KubernetesApi, Object
+from strata_platform.kubernetes_api import Access, ApiError, KubernetesApi, Object, items_if_installed
 from strata_platform.queue_shares import CONFIG_MAP, KEY, Shares
 from strata_platform.runs import Event, Stage
 
@@ -36,6 +36,8 @@ _STAGES = {
     "tasks-prepare": Stage.PREPARING,
     FINISH: Stage.EVALUATING,
 }
+# Kueue's reason when it has taken out a workload that held its machines for too long.
+_OVER_TIME = "DeactivatedDueToMaximumExecutionTimeExceeded"
 # What Kueue says of a flavor whose whole quota is too small, and of one that is merely used by others.
 _NEVER, _LATER = "> maximum capacity", "unused quota"
 _TRAINING = re.compile(r"tasks-topology-train-(\d+)x(\d+)$")
@@ -151,15 +153,9 @@ class Namespace:
         """The objects of a kind, with these labels; [] where the kind is not installed."""
         group, version, plural = kind
         with translated_errors(f"to list {plural}"):
-            try:
-                return self.api.items(
-                    f"/apis/{group}/{version}/namespaces/{self.namespace}/{plural}", labelSelector=labels
-                )
-            except ApiError as error:
-                # The kind is not installed: without Kueue nothing queues, without the operator there are no such jobs.
-                if error.status != 404:
-                    raise
-                return []
+            # Without Kueue nothing queues, without the operator there are no such jobs.
+            path = f"/apis/{group}/{version}/namespaces/{self.namespace}/{plural}"
+            return items_if_installed(self.api, path, labelSelector=labels)
 
 
 def require_admission(namespace: Callable[[], Namespace], resources: Resources, topology: Topology) -> None:
@@ -265,8 +261,10 @@ def is_over_time(workload: Object) -> bool:
     """Whether Kueue has taken a workload out of its queue because it held its machines for too long. One that somebody
     has taken out is not meant.
     """
-    message = (condition_of(workload, "Evicted") or {}).get("message", "")
-    return workload["spec"].get("active") is False and "maximum execution time" in message
+    return (
+        workload["spec"].get("active") is False
+        and (condition_of(workload, "Evicted") or {}).get("reason") == _OVER_TIME
+    )
 
 
 def waits_since(workload: Object) -> datetime:

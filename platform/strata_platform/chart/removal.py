@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field
 
 from strata_platform.backends.kubernetes_objects import condition_of
 from strata_platform.chart.keep_kinds import KEEP
-from strata_platform.kubernetes_api import Access, ApiError, KubernetesApi, Object
+from strata_platform.kubernetes_api import Access, ApiError, KubernetesApi, Object, items_if_installed
 
 VARIABLE = "STRATA_REMOVAL"
 _KUEUE = "/apis/kueue.x-k8s.io/v1beta2"
@@ -200,13 +200,7 @@ class Removal:
             return None
 
     def _items(self, path: str, **query: Any) -> Iterable[Object]:
-        """The items of a kind; none if the kind is not installed."""
-        try:
-            return self.api.items(path, **query)
-        except ApiError as error:
-            if error.status != 404:
-                raise
-            return []
+        return items_if_installed(self.api, path, **query)
 
     def _change(self, method: str, path: str, body: Any = None) -> None:
         """Change or delete an object, unless it is gone."""

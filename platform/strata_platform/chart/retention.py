@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from strata_platform.backends.job_set import CANCELED
 from strata_platform.backends.kubernetes_objects import FLYTE, JOB_SET
 from strata_platform.chart.value_fields import duration
-from strata_platform.kubernetes_api import Access, ApiError, KubernetesApi, Object
+from strata_platform.kubernetes_api import Access, ApiError, KubernetesApi, Object, items_if_installed
 from strata_platform.run_layout import RunLayout
 
 VARIABLE = "STRATA_RETENTION"
@@ -70,7 +70,7 @@ class Retention:
             for path, label, kind, ended in kinds:
                 try:
                     # These labels: other programs' pods are none of ours.
-                    found = _items(api, path, label)
+                    found = items_if_installed(api, path, labelSelector=label)
                 except ApiError as error:
                     self.failed.append(f"{kind}s of {place}: {error}")
                     continue
@@ -206,16 +206,6 @@ def _locked(path: Path) -> Iterator[None]:
         except OSError:
             pass
         yield
-
-
-def _items(api: KubernetesApi, path: str, labels: str) -> list[Object]:
-    try:
-        return api.items(path, labelSelector=labels)
-    except ApiError as error:
-        # The training operator is not installed.
-        if error.status != 404:
-            raise
-        return []
 
 
 def _job_ended(job: Object) -> datetime | None:

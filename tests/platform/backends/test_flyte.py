@@ -124,6 +124,10 @@ def test_a_run_that_no_quota_admits_is_ended_after_the_time_it_may_wait(client, 
     assert [client.get(name).phase for name in since] == [Phase.ABORTED, Phase.QUEUED, Phase.QUEUED]
 
 
+# As Kueue 0.19 makes it of its reason "Deactivated" and the cause.
+OVER_TIME = "DeactivatedDueToMaximumExecutionTimeExceeded"
+
+
 def test_a_run_that_kueue_has_taken_out_of_its_queue_is_ended(client, admin, kubernetes, monkeypatch):
     """As it does after `resources.time_limit` and an hour: nothing activates it again."""
     admin.add("slow", core_pb2.WorkflowExecution.RUNNING)
@@ -131,10 +135,10 @@ def test_a_run_that_kueue_has_taken_out_of_its_queue_is_ended(client, admin, kub
     owner["metadata"] |= {"uid": "slow", "labels": {"execution-id": "slow"}}
     kubernetes.content["pods"] = [owner]
     lost = {"status": "False", "message": "deactivated", "lastTransitionTime": "2026-11-22T00:00:00Z"}
-    evicted = {"status": "True", "reason": "Deactivated", "message": "exceeding the maximum execution time"}
+    evicted = {"status": "True", "reason": OVER_TIME, "message": "exceeding the maximum execution time"}
     inactive = workload("slow", QuotaReserved=lost, Evicted=evicted)
     inactive["spec"]["active"] = False
-    paused = workload("slow", QuotaReserved=lost, Evicted=evicted | {"message": "The workload is deactivated"})
+    paused = workload("slow", QuotaReserved=lost, Evicted=evicted | {"reason": "Deactivated"})
     paused["spec"]["active"] = False
     kubernetes.content["workloads"] = (200, [paused])
     monkeypatch.setenv("FLYTE_PLATFORM_URL", client.backend._config.endpoint)
@@ -563,6 +567,19 @@ def test_costs_come_from_the_records_and_the_price_list_of_the_cluster(
     assert done.stdout.splitlines()[1].split() == [
         "flytesnacks/development", "ada", "5", "4", "2.00", "0.00", "6.00", "USD",
     ]  # fmt: skip
+
+
+def test_a_store_that_does_not_answer_ends_costs_in_words_and_get_says_so(
+    client, admin, kubernetes, tmp_path, monkeypatch
+):
+    admin.add("run", core_pb2.WorkflowExecution.SUCCEEDED, owner="ada")
+    # Reading a folder fails as no missing file does.
+    admin.outputs["run"] = {kind: f"file://{tmp_path}" for kind in ("model", "report", "record")}
+    monkeypatch.setenv("FLYTECTL_CONFIG", str(tmp_path / "flyte.yaml"))
+    done = CliRunner().invoke(app, ["costs", "--backend", "flyte", "--days", "100000"])
+    assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
+    assert f"error: the object store did not give file://{tmp_path}" in done.output
+    assert client.get("run").phase is Phase.SUCCEEDED and "the object store did not give" in client.get("run").message
 
 
 def test_the_table_of_runs_has_their_owners_and_says_when_it_is_cut(client, admin, kubernetes, tmp_path, monkeypatch):

@@ -219,7 +219,8 @@ def test_a_run_that_waits_says_so(server, runs):
     server.content["workloads"] = (200, [waits])
     for run in (runs.get("bot"), *runs.list()):
         assert (run.phase, run.stage, run.queue) == (Phase.QUEUED, Stage.WAITING, "research")
-    over = {"status": "True", "message": "exceeded the maximum execution time"}
+    # Kueue 0.19's reason.
+    over = {"status": "True", "reason": "DeactivatedDueToMaximumExecutionTimeExceeded", "message": "the time is over"}
     waits["spec"]["active"], waits["status"]["conditions"] = False, [{"type": "Evicted", **over}]
     run = runs.get("bot")
     assert run.phase is Phase.FAILED and "raise time_limit" in run.message
