@@ -10,7 +10,7 @@ The generalized Jensen-Shannon divergence is that of GKD (Agarwal et al., arXiv:
 forward_kl and β = 1 reverse_kl. Axes: N rows, V vocabulary entries.
 
     divergence_kernel       the kernel
-    narrow_kernel           that of logits in 16 bits
+    narrow_kernel           that of logits in 16 bits, but for tvd
     whole_row_kernels       kernels of distances that need no softmax: cosine, tvd of probabilities
     divergence_rows         launch table and host functions: kernel or reference
     divergence_reference    the same in plain PyTorch

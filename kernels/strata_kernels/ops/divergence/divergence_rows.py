@@ -175,7 +175,14 @@ def _launch(
 def _is_narrow(z: Tensor, t: Tensor, form: Form, dz: Tensor | None) -> bool:
     """Whether the rows are as `narrow_divergence_kernel` takes them: words of two logits in 16 bits, as they are."""
     given = [x for x in (z, t, dz) if x is not None]
-    if form.normalized or form.softcap or form.teacher_softcap or any(x.dtype != z.dtype for x in given):
+    # The sign of p - q, which tvd's gradient is made of, would be wrong more often than PyTorch's.
+    if (
+        form.divergence == "tvd"
+        or form.normalized
+        or form.softcap
+        or form.teacher_softcap
+        or any(x.dtype != z.dtype for x in given)
+    ):
         return False
     if z.itemsize != 2 or any(n % 2 for x in given for n in (x.shape[1], x.stride(0), x.storage_offset())):
         return False
