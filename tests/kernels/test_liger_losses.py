@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from strata_kernels.compat.liger import chunked_pairs, divergences
+from strata_kernels.compat.liger.cross_entropies import LigerCrossEntropyLoss
 
 N, T, H, V = 4, 5, 8, 11
 
@@ -206,3 +207,13 @@ def test_a_teacher_that_asks_for_a_gradient_gets_none() -> None:
 def test_dpo_refuses_wrong_options_when_it_is_made(options, message) -> None:
     with pytest.raises(ValueError, match=message):
         chunked_pairs.LigerFusedLinearDPOLoss(**options)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1e-5])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_z_loss_is_as_exact_as_the_loss(scale, reduction) -> None:
+    logits, target = torch.randn(300, 1000), torch.randint(0, 1000, (300,))
+    loss = LigerCrossEntropyLoss(lse_square_scale=scale, reduction=reduction, return_z_loss=True)
+    squares = scale * logits.double().logsumexp(-1).square()
+    expected = getattr(squares, reduction)().item()
+    assert loss(logits, target).z_loss.item() == pytest.approx(expected, rel=1e-6)

@@ -61,7 +61,9 @@ def _losses(
         loss = operator(*tensors, z_loss=z_loss_scale, **options)
     if z_loss:
         with torch.no_grad():
-            found = (loss - operator(*tensors, **options)).to(tensors[0].dtype)
+            # The z-loss is linear in its scale. At its own, a thousandth of the loss, a difference would be rounding.
+            squares = operator(*tensors, z_loss=z_loss_scale + 1.0, **options) - loss
+            found = (z_loss_scale * squares).to(tensors[0].dtype)
     if token_accuracy:
         counted = target != ignore_index
         right = ((predictions == target) & counted).float()
