@@ -46,8 +46,8 @@ class _Warnings(logging.Handler):
 def check_plan(spec: RunSpec) -> None:
     """Run the checks unless they have passed for such a run; then repeat their warnings. Raises ValueError."""
     note = _note_of(spec)
-    if note is not None and note.exists():
-        for text in json.loads(note.read_text(encoding="utf-8")):
+    if note is not None and (warnings := _noted(note)) is not None:
+        for text in warnings:
             log.warning("%s", text)
         return
     runtime, kept = logging.getLogger("tasks.runtime"), _Warnings()
@@ -64,6 +64,15 @@ def check_plan(spec: RunSpec) -> None:
     except OSError as error:
         # The output folder may be mounted in the pods of `resources.pod_template` alone.
         log.info("the next run like this one is checked again: %s", error)
+
+
+def _noted(note: Path) -> list[str] | None:
+    """The warnings in the note; None if it cannot be read, such as an empty file after a loss of power."""
+    try:
+        texts: list[str] = json.loads(note.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return texts
 
 
 def _note_of(spec: RunSpec) -> Path | None:

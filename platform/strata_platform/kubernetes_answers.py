@@ -8,6 +8,9 @@ from typing import Any
 PYTORCHJOB = "kubeflow.org/pytorchjob"
 """Kueue's integration that queues jobs of several pods. Kueue's default configuration does not enable it."""
 
+JOBSET = "jobset.x-k8s.io/jobset"
+"""Kueue's integration that queues runs without Flyte."""
+
 TASK_LIMITS: Mapping[str, str] = {"cpu": "8", "memory": "32Gi"}
 """Limits of Strata's own tasks, whatever the spec requests; the largest ones in tasks/resources.py."""
 

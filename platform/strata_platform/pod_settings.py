@@ -19,6 +19,9 @@ START_SECONDS = 3600
 GRACE_SECONDS = 120
 STOP_SECONDS = GRACE_SECONDS - 20
 
+TIME_LIMIT = "kueue.x-k8s.io/max-exec-time-seconds"
+"""Kueue's label with the seconds that an object may hold its machines."""
+
 ENVIRONMENT = {
     # A dead peer ends the attempt after minutes instead of NCCL's two hours.
     "TORCH_NCCL_ENABLE_MONITORING": "1",
@@ -35,7 +38,7 @@ def scheduling_labels(asked: Resources, *, trains: bool = True) -> dict[str, str
     labels = {
         "kueue.x-k8s.io/queue-name": asked.queue,
         "kueue.x-k8s.io/priority-class": asked.priority,
-        "kueue.x-k8s.io/max-exec-time-seconds": seconds,
+        TIME_LIMIT: seconds,
     }
     return {label: value for label, value in labels.items() if value is not None}
 

@@ -421,6 +421,14 @@ def test_policies_know_the_queues_of_each_tenant(rendered):
             "language-production": ["default", "spot"],
             "speech-development": ["default"],
         }
+    # Whoever may change a JobSet that waits may not take it out of its queue, and so start it.
+    jobs, _ = (policy["spec"] for policy in policies)
+    operations = {rule["resources"][0]: rule["operations"] for rule in jobs["matchConstraints"]["resourceRules"]}
+    assert operations == {"pytorchjobs": ["CREATE"], "jobsets": ["CREATE", "UPDATE"]}
+    queue = "{}.metadata.?labels[?'kueue.x-k8s.io/queue-name'].orValue('')"
+    own, before = queue.format("object"), queue.format("oldObject")
+    same = f"request.operation == 'UPDATE' && {own} == {before}"
+    assert jobs["validations"][0]["expression"] == f"{same} || {own} != '' && {own} in variables.queues"
     # Flyte retries what is Forbidden, and ends a run whose object is Invalid.
     assert [policy["spec"]["validations"][0]["reason"] for policy in policies] == ["Invalid", "Invalid"]
     assert of_kind(rendered["objects-elsewhere"], "ValidatingAdmissionPolicy") == []

@@ -101,6 +101,15 @@ def test_a_pod_that_may_not_write_to_the_output_folder_checks_each_time(tmp_path
     assert len(checked) == 2
 
 
+def test_a_result_that_cannot_be_read_is_found_again(tmp_path, checked):
+    check_plan(spec_of(tmp_path))
+    (note,) = tmp_path.rglob("*.checked.json")
+    note.write_text("")
+    for _ in range(2):
+        check_plan(spec_of(tmp_path))
+    assert len(checked) == 2
+
+
 def test_a_run_that_fails_a_check_fails_it_again(tmp_path, monkeypatch):
     spec = spec_of(tmp_path, tracking={"report_to": ["wandb"]})
 

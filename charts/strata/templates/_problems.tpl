@@ -215,6 +215,11 @@ queues.flavors ({{ .name }}).nodeLabels: a flavor with a topology has to say whi
 {{- if and $config (not (has "kubeflow.org/pytorchjob" $frameworks)) }}
 queues.kueue: the ConfigMap {{ .namespace }}/{{ .configMap }} does not list the integration kubeflow.org/pytorchjob, so training jobs would not queue; add it to integrations.frameworks and restart Kueue, or set queues.kueue.check to false
 {{- end }}
+{{- $submitters := list }}
+{{- range include "strata.tenants" $ | fromJsonArray }}{{ $submitters = concat $submitters .submitters }}{{ end }}
+{{- if and $config $submitters (not (has "jobset.x-k8s.io/jobset" $frameworks)) }}
+queues.kueue: the ConfigMap {{ .namespace }}/{{ .configMap }} does not list the integration jobset.x-k8s.io/jobset, so what submitters start would not queue; add it to integrations.frameworks and restart Kueue, or set queues.kueue.check to false
+{{- end }}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from strata_platform.backends.backend import execution_name
@@ -50,7 +51,10 @@ def object_name(run: str, number: int) -> str:
 
 
 def job_set(name: str, spec: RunSpec, template: Object, image: str, owner: str, submission: str) -> Object:
-    """The JobSet `name` of a run. `template`: the tenant's pod template, which its pods start from."""
+    """The JobSet `name` of a run. `template`: the tenant's pod template, which its pods start from.
+
+    Raises ValueError if a pod cannot start from the template.
+    """
     from strata_platform.spec import dump_spec
 
     group, version, _ = JOB_SET.jobs
@@ -103,8 +107,7 @@ def _pod(name: str, resources: Resources, topology: Topology, template: Object, 
     pod.setdefault("metadata", {}).pop("creationTimestamp", None)
     pod["metadata"]["labels"] = {**(pod["metadata"].get("labels") or {}), SHAPE: _shape(topology)}
     inner = pod["spec"]
-    # Its name says that it is what containers start from; Flyte's templates have others beside it.
-    (container,) = [each for each in inner["containers"] if each["name"] == "default"]
+    container = _container(inner["containers"])
     container |= {
         "name": "main",
         "image": image,
@@ -114,6 +117,8 @@ def _pod(name: str, resources: Resources, topology: Topology, template: Object, 
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
     first = f"{name}-{WORKERS}-0-0.{name}"
+    # Kubernetes makes $ of $$, and a variable's value, perhaps a secret's, of $(NAME). JSON has $ in strings alone.
+    spec = spec.replace("$", "\\u0024")
     variables = {**ENVIRONMENT, SPEC: spec, "MASTER_ADDR": first, "MASTER_PORT": str(PORT)}
     container["env"] = [
         *(each for each in container.get("env") or [] if each["name"] not in variables),
@@ -132,6 +137,20 @@ def _pod(name: str, resources: Resources, topology: Topology, template: Object, 
         if resources.gpu_type:
             inner["nodeSelector"] = {**(inner.get("nodeSelector") or {}), GPU_MODEL: resources.gpu_type}
     return pod
+
+
+def _container(containers: Sequence[Object]) -> Object:
+    """The one that pods start from. Raises ValueError if there is another one, or none.
+
+    Flyte's templates may have a `primary` one and others that run beside it.
+    """
+    names = [each["name"] for each in containers]
+    if names != ["default"]:
+        raise ValueError(
+            f"its containers are {', '.join(names)}; runs without Flyte take a template with one, called 'default'; "
+            "make such a template, or name another one in resources.pod_template"
+        )
+    return containers[0]
 
 
 def _shape(topology: Topology) -> str:

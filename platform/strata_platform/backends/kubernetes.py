@@ -36,7 +36,7 @@ from strata_platform.errors import BackendError, NotReady, RunNotFound
 from strata_platform.estimate.gpus import Gpu
 from strata_platform.kubernetes_api import ApiError, Object
 from strata_platform.owner import this_user
-from strata_platform.pod_settings import check_pods
+from strata_platform.pod_settings import TIME_LIMIT, check_pods
 from strata_platform.run_layout import RunLayout
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run, Stage
 
@@ -51,6 +51,7 @@ POD_TEMPLATE = "strata"
 IMAGE = "strata/image"
 """Annotation of a pod template: the image of runs without one."""
 
+_OVER_TIME = "it held its machines for longer than resources.time_limit and the time of a start; raise time_limit"
 # Seconds for Kueue to notice a new JobSet.
 _NOTICE_SECONDS = 20.0
 
@@ -99,7 +100,11 @@ class KubernetesBackend:
             for each in found:
                 if not (run := self._run(each)).is_done:
                     raise _exists(each, run)
-            body = job_set(name, spec, template, image, this_user(), mine)
+            try:
+                body = job_set(name, spec, template, image, this_user(), mine)
+            except ValueError as error:
+                where = spec.resources.pod_template or POD_TEMPLATE
+                raise BackendError(f"pod template {where!r}: {error}", status=422, reason="Invalid") from error
             try:
                 with translated_errors(f"to submit {spec.name}"):
                     self._send("POST", "", body)
@@ -147,8 +152,8 @@ class KubernetesBackend:
 
     def _look(self, run: str) -> tuple[list[Object], str]:
         """The JobSets of a run, the oldest first, and the name of the next one."""
-        # Another run may have taken the name of the next JobSet.
-        everything = self._namespace().list(JOB_SET.jobs, JOB_SET.label)
+        # Another run, or somebody else's JobSet, may have taken the name of the next one.
+        everything = self._namespace().list(JOB_SET.jobs)
         taken = {each["metadata"]["name"] for each in everything}
         mine = sorted((each for each in everything if labels_of(each).get(NAME) == run), key=_made)
         return mine, next(name for number in count(1) if (name := object_name(run, number)) not in taken)
@@ -190,13 +195,28 @@ class KubernetesBackend:
             if condition is not None and condition["status"] == "True":
                 said = "" if phase is Phase.SUCCEEDED else (_last_words(pods or ()) or condition.get("message", ""))
                 return phase, said, _seconds(condition["lastTransitionTime"])
-        canceled = (job["metadata"].get("annotations") or {}).get(CANCELED)
-        if canceled is None:
+        if (stopped := self._stopped(job)) is None:
             return Phase.RUNNING, "", None
         left = self._namespace().pods(job["metadata"]["name"]) if pods is None else pods
         if any(pod["status"].get("phase") in ("Pending", "Running") for pod in left):
-            return Phase.RUNNING, "canceled; its pods are ending", None
-        return Phase.ABORTED, f"canceled; {RESUBMIT}", float(canceled)
+            why = "canceled" if stopped[0] is Phase.ABORTED else "out of time"
+            return Phase.RUNNING, f"{why}; its pods are ending", None
+        return stopped
+
+    def _stopped(self, job: Object) -> tuple[Phase, str, float] | None:
+        """The end of a run that somebody canceled, or that Kueue took its machines from for good.
+
+        Its JobSet is merely suspended.
+        """
+        canceled = (job["metadata"].get("annotations") or {}).get(CANCELED)
+        if canceled is not None:
+            return Phase.ABORTED, f"canceled; {RESUBMIT}", float(canceled)
+        if TIME_LIMIT in labels_of(job) and job["spec"].get("suspend"):
+            for workload in self._namespace().list(WORKLOADS):
+                if is_of(workload, {job["metadata"]["uid"]}) and is_over_time(workload):
+                    evicted = condition_of(workload, "Evicted") or {}
+                    return Phase.FAILED, _OVER_TIME, _seconds(evicted["lastTransitionTime"])
+        return None
 
     def _detailed(self, job: Object) -> Run:
         """The run with its stage and progress, from its pods, its training processes and its record."""
@@ -208,9 +228,6 @@ class KubernetesBackend:
             return run if record is None else with_record(run, record)
         if run.is_done:
             return run
-        workloads = [each for each in namespace.list(WORKLOADS) if is_of(each, {job["metadata"]["uid"]})]
-        if any(map(is_over_time, workloads)):
-            return _over_time(run)
         shown = with_status(run, namespace.status(name, pods))
         if shown.stage is Stage.STARTING and any(index_of(pod) == 0 and _succeeded(pod) for pod in pods):
             # JobSet's controller has yet to notice.
@@ -348,11 +365,6 @@ def _exists(job: Object, run: Run) -> Exception:
 
 def _succeeded(pod: Object) -> bool:
     return bool(pod["status"].get("phase") == "Succeeded")
-
-
-def _over_time(run: Run) -> Run:
-    message = "it held its machines for longer than resources.time_limit and the time of a start; raise time_limit"
-    return replace(run, phase=Phase.FAILED, stage=None, message=message)
 
 
 def _last_words(pods: Sequence[Object]) -> str:

@@ -109,7 +109,8 @@ class Kueue(Values):
 
     check: bool = Field(
         True,
-        description="Fail the installation if Kueue's configuration lacks the integration `kubeflow.org/pytorchjob`.",
+        description="Fail the installation if Kueue's configuration lacks the integration `kubeflow.org/pytorchjob`, "
+        "or, with submitters, `jobset.x-k8s.io/jobset`.",
     )
     namespace: DnsName = Field("kueue-system", description="Kueue's namespace.")
     config_map: DnsName = Field("kueue-manager-config", description="Kueue's config map.")

@@ -173,7 +173,9 @@ class Removal:
                     self._change("DELETE", f"{_WEBHOOKS}/{kind}/{item['metadata']['name']}")
 
     def _release_workloads(self, *, of_others: bool) -> None:
-        """Kueue makes workloads anew for the jobs that it finds. Those of other queues stay if their kind does."""
+        """Kueue makes workloads anew for the jobs that it finds. If their kind stays, so do those of other queues, and
+        inactive ones: a canceled run, whose job is merely suspended, would start again.
+        """
         mine = set(self.release.local_queues)
         for item in self._items(f"{_KUEUE}/workloads"):
             metadata = item["metadata"]
@@ -181,7 +183,8 @@ class Removal:
                 continue
             path = f"{_KUEUE}/namespaces/{metadata['namespace']}/workloads/{metadata['name']}"
             self._change("PATCH", path, {"metadata": {"finalizers": None}})
-            self._change("DELETE", path)
+            if of_others or item["spec"].get("active") is not False:
+                self._change("DELETE", path)
 
     def _until_none(self, found: Callable[[], list[str]], problem: str, way: str) -> None:
         left = self.release.seconds

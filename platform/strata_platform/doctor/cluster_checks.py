@@ -14,7 +14,7 @@ import yaml
 
 from strata_platform.doctor.finding import Check, Finding, StopChecking, ok, problem, skipped, warning
 from strata_platform.doctor.network_policies import rendezvous
-from strata_platform.kubernetes_answers import PYTORCHJOB, TASK_LIMITS, access_review, frameworks, why_inactive
+from strata_platform.kubernetes_answers import JOBSET, PYTORCHJOB, TASK_LIMITS, access_review, frameworks, why_inactive
 from strata_platform.quantity import parse_quantity
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _TENANT, _PROJECT, _DOMAIN = "strata/tenant", "strata/project", "strata/domain"
 _DOCS = "docs/cluster.md has the values"
+_DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 # Object stores refuse requests whose signed time is minutes off.
 _SKEW_SECONDS = 30.0
 _OLDEST_FLYTE, _OLDEST_KUBERNETES = (1, 16, 6), (1, 30)
@@ -256,10 +257,7 @@ def _flyte_authentication(cluster: ClusterReader) -> Finding:
 
 
 def _training_operator(cluster: ClusterReader) -> Finding:
-    kinds = {
-        item["metadata"]["name"]: item
-        for item in cluster.items("/apis/apiextensions.k8s.io/v1/customresourcedefinitions")
-    }
+    kinds = {item["metadata"]["name"]: item for item in cluster.items(_DEFINITIONS)}
     advice = "apply the training operator's manifests of v1.9.3; docs/cluster.md has the command"
     jobs = kinds.get("pytorchjobs.kubeflow.org")
     if jobs is None:
@@ -288,6 +286,12 @@ def _kueue(cluster: ClusterReader) -> Finding:
     if PYTORCHJOB not in found:
         return problem(
             f"integrations.frameworks lacks {PYTORCHJOB}, as in Kueue's defaults: jobs start without queueing",
+            f"add it and restart Kueue; {_DOCS}",
+        )
+    kinds = {item["metadata"]["name"] for item in cluster.items(_DEFINITIONS)}
+    if "jobsets.jobset.x-k8s.io" in kinds and JOBSET not in found:
+        return problem(
+            f"integrations.frameworks lacks {JOBSET}: runs without Flyte start without queueing",
             f"add it and restart Kueue; {_DOCS}",
         )
     if "pod" not in found:

@@ -165,7 +165,9 @@ class Resources(Section):
     memory: Quantity = Field("8Gi", description="Memory.")
     gpu: Integer = Field(0, ge=0, le=64, description="GPUs; must equal `topology.nproc_per_node`. 0 runs on the CPU.")
     gpu_type: Text | None = Field(
-        None, description="GPU model: a value of the node label that Flyte's `gpu-device-node-label` names."
+        None,
+        description="GPU model: a value of the node label that Flyte's `gpu-device-node-label` names; without Flyte, "
+        "of `nvidia.com/gpu.product`.",
     )
     shared_memory: Quantity = Field("2Gi", description="Size of /dev/shm.")
     queue: Name | None = Field(
@@ -181,7 +183,8 @@ class Resources(Section):
     )
     pod_template: Name | None = Field(
         None,
-        description="PodTemplate of the cluster for the pods; by default the one that Flyte is configured with.",
+        description="PodTemplate of the cluster for the pods; by default the one that Flyte is configured with, and "
+        "without Flyte the one called `strata`.",
     )
 
 

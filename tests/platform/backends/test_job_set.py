@@ -116,6 +116,28 @@ def test_pods_know_their_spec_and_the_first_pod():
     assert ENVIRONMENT.items() <= variables.items()
 
 
+def expanded(value, known):
+    """The value of a variable as Kubernetes expands it: k8s.io/kubernetes/third_party/forked/golang/expansion."""
+    return re.sub(r"\$(\$|\(([^)]*)\))", lambda found: known.get(found[2], found[0]) if found[2] else "$", value)
+
+
+def test_kubernetes_changes_no_dollar_of_the_spec_and_puts_no_secret_in_it():
+    text = "$$x$$ costs $5 \\$(HF_TOKEN) ${A} $"
+    spec = SPEC.model_copy(update={"data": SPEC.data.model_copy(update={"chat_template": text})})
+    (container,) = pod_of(made(spec))["spec"]["containers"]
+    (value,) = [each["value"] for each in container["env"] if each["name"] == "STRATA_SPEC"]
+    assert expanded(text, {"HF_TOKEN": "secret"}) == "$x$ costs $5 \\secret ${A} $"
+    assert load_spec(expanded(value, {"HF_TOKEN": "secret"})).data.chat_template == text
+    assert load_spec(value) == spec
+
+
+@pytest.mark.parametrize("names", [["primary"], ["default", "proxy"], ["default", "primary"]], ids="-".join)
+def test_a_template_is_taken_whole_or_not_at_all(names):
+    inner = TEMPLATE["spec"] | {"containers": [{"name": name} for name in names]}
+    with pytest.raises(ValueError, match=f"its containers are {', '.join(names)}; runs without Flyte take"):
+        made(template=TEMPLATE | {"spec": inner})
+
+
 def test_a_run_on_cpus_asks_for_no_gpu():
     spec = RunSpec.model_validate({"output": "/runs"})
     found = pod_of(made(spec))["spec"]

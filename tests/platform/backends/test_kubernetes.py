@@ -22,6 +22,7 @@ TEMPLATE = {
     "metadata": {"name": "strata", "annotations": {"strata/image": "registry/strata:1"}},
     "template": {"spec": {"containers": [{"name": "default"}]}},
 }
+PRIMARY = TEMPLATE | {"template": {"spec": {"containers": [{"name": "primary"}]}}}
 TIME = "2026-11-22T00:00:00Z"
 
 
@@ -56,10 +57,12 @@ class Server(Kubernetes):
                 found = self.server.content["podtemplates"].get(name)
                 self.answer(200 if found else 404, found or {"message": "there is none"})
             case [_, "jobsets"]:
-                (selector,) = parse_qs(urlparse(self.path).query)["labelSelector"]
+                (selector,) = parse_qs(urlparse(self.path).query).get("labelSelector", [""])
                 label, _, value = selector.partition("=")
                 jobs = [
-                    job for job in self.server.content["jobsets"][1] if value in ("", job["metadata"]["labels"][label])
+                    job
+                    for job in self.server.content["jobsets"][1]
+                    if not label or ((own := job["metadata"].get("labels", {}).get(label)) and value in ("", own))
                 ]
                 self.answer(200, {"items": jobs})
             case ["jobsets", name]:
@@ -140,12 +143,19 @@ def test_another_run_may_have_the_name_of_the_next_jobset(server, runs):
     assert runs.get("bot-x2").where.endswith("/bot-x2")
 
 
+def test_a_jobset_that_is_no_runs_may_have_the_name(server, runs):
+    add(server, {"metadata": {"name": "bot"}})
+    assert runs.submit(SPEC).where.endswith("/bot-x2")
+    assert [run.name for run in runs.list()] == ["bot"]
+
+
 @pytest.mark.parametrize(
     ("changes", "templates", "said"),
     [
         ({"output": "out"}, {"strata": TEMPLATE}, "output 'out' is a folder inside each pod"),
         ({}, {}, "no pod template 'strata' in the namespace flytesnacks-development"),
         ({}, {"strata": TEMPLATE | {"metadata": {}}}, "names no image; give one with --image"),
+        ({}, {"strata": PRIMARY}, "pod template 'strata': its containers are primary; runs without Flyte take"),
     ],
 )
 def test_what_cannot_run_is_refused_before_it_is_submitted(server, runs, changes, templates, said):
@@ -214,16 +224,25 @@ def test_progress_and_record_are_those_that_rank_0_reports(server, runs):
 
 
 def test_a_run_that_waits_says_so(server, runs):
-    runs.submit(SPEC)
+    limit = SPEC.resources.model_copy(update={"time_limit": 60})
+    runs.submit(SPEC.model_copy(update={"resources": limit}))
     waits = workload("jobset-bot", owner="uid-0", QuotaReserved={"status": "False", "message": "no quota"})
     server.content["workloads"] = (200, [waits])
     for run in (runs.get("bot"), *runs.list()):
         assert (run.phase, run.stage, run.queue) == (Phase.QUEUED, Stage.WAITING, "research")
     # Kueue 0.19's reason.
-    over = {"status": "True", "reason": "DeactivatedDueToMaximumExecutionTimeExceeded", "message": "the time is over"}
+    over = {"status": "True", "reason": "DeactivatedDueToMaximumExecutionTimeExceeded", "message": "the time is over",
+            "lastTransitionTime": "2026-11-22T02:00:00Z"}  # fmt: skip
     waits["spec"]["active"], waits["status"]["conditions"] = False, [{"type": "Evicted", **over}]
-    run = runs.get("bot")
-    assert run.phase is Phase.FAILED and "raise time_limit" in run.message
+    server.content["jobsets"][1][0]["spec"]["suspend"] = True
+    server.content["pods"] = [pod("a")]
+    assert (runs.get("bot").phase, next(iter(runs.list())).is_done) == (Phase.QUEUED, False), "its pods are ending"
+    server.content["pods"] = []
+    for run in (runs.get("bot"), *runs.list()):
+        assert run.phase is Phase.FAILED and "raise time_limit" in run.message and run.ended - run.submitted == 7200
+    # It has ended for every verb.
+    assert list(runs.logs("bot", follow=True)) == []
+    assert runs.submit(SPEC).where.endswith("/bot-x2")
 
 
 def test_outputs_on_a_volume_that_is_not_mounted_here_are_not_copied(server, runs, tmp_path):

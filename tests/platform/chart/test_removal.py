@@ -168,7 +168,14 @@ def test_objects_of_others_stay_with_kinds_that_are_kept():
     theirs = f"{KUEUE}/namespaces/team-b/workloads/theirs"
     cluster.objects[theirs] = item("theirs", "team-b", notes={}, spec={"queueName": "research"})
     cluster.objects[f"{KUEUE}/clusterqueues/theirs"] = item("theirs", notes={})
+    canceled = f"{KUEUE}/namespaces/team-a/workloads/canceled"
+    inactive = {"queueName": "research", "active": False}
+    cluster.objects[canceled] = item("canceled", "team-a", notes={}, spec=inactive)
     remove(cluster)
     assert {f"{KUEUE}/clusterqueues/theirs", theirs} <= cluster.objects.keys()
-    # Its own are gone all the same: Kueue makes them anew.
+    # Its own are gone all the same: Kueue makes them anew. That of a canceled run would be an active one.
+    assert (
+        canceled in cluster.objects
+        and ("PATCH", "canceled", json.dumps({"metadata": {"finalizers": None}})) in cluster.log
+    )
     assert f"{KUEUE}/namespaces/team-a/workloads/run" not in cluster.objects

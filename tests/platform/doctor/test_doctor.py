@@ -184,7 +184,7 @@ tasks: {task-plugins: {enabled-plugins: [container, sidecar, k8s-array, pytorch]
     "auth.yaml": "server: {security: {useAuth: true}}",
     "limits.yaml": "task_resources: {limits: {cpu: '0', memory: 0, gpu: '0'}}",
 }
-KUEUE = "kind: Configuration\nintegrations: {frameworks: [kubeflow.org/pytorchjob, pod]}"
+KUEUE = "kind: Configuration\nintegrations: {frameworks: [kubeflow.org/pytorchjob, jobset.x-k8s.io/jobset, pod]}"
 TEMPLATE = {"spec": {"containers": [{"env": [{"name": "TRITON_CACHE_DIR"}]}]}}
 CLOSED = {"podSelector": {}, "policyTypes": ["Ingress"]}
 OPEN = {
@@ -210,7 +210,12 @@ HEALTHY = {
     "/api/v1/namespaces/flyte/configmaps": {"items": [{"data": FLYTE}, {"data": {"other": "{{ no yaml"}}, {}]},
     "/api/v1/namespaces/kueue-system/configmaps": {"items": [{"data": {"config.yaml": KUEUE}}]},
     REVIEWS: {"status": {"allowed": True}},
-    DEFINITIONS: {"items": [named("pytorchjobs.kubeflow.org", spec={"versions": [{"schema": "managedBy"}]})]},
+    DEFINITIONS: {
+        "items": [
+            named("pytorchjobs.kubeflow.org", spec={"versions": [{"schema": "managedBy"}]}),
+            named("jobsets.jobset.x-k8s.io"),
+        ]
+    },
     "/api/v1/nodes": {
         "items": [
             {"metadata": {"name": "a", "labels": {"gpu": "H200"}}, "status": {"allocatable": {"nvidia.com/gpu": "8"}}},
@@ -337,6 +342,12 @@ ILL = {
         {"items": [{"data": {"x": "kind: Configuration\nintegrations: {frameworks: [batch/job]}"}}]},
         "Kueue's integration",
         "lacks kubeflow.org/pytorchjob",
+    ),
+    "Kueue without JobSet": (
+        KUEUE_MAPS,
+        {"items": [{"data": {"x": KUEUE.replace("jobset.x-k8s.io/jobset, ", "")}}]},
+        "Kueue's integration",
+        "lacks jobset.x-k8s.io/jobset: runs without Flyte start without queueing",
     ),
     "no GPU": ("/api/v1/nodes", {"items": []}, "GPU nodes", "train on CPUs"),
     "no label": (
