@@ -200,7 +200,7 @@ def costs(
     ] = None,
     format: Annotated[Literal["text", "json"], typer.Option(help="Output format.")] = "text",
     backend: Annotated[
-        BackendName, typer.Option(envvar="STRATA_BACKEND", help="This machine, or a cluster with Flyte.")
+        BackendName, typer.Option(envvar="STRATA_BACKEND", help="This machine, or a cluster.")
     ] = "local",
 ) -> None:
     """Show the GPU hours and the cost of each person's runs, from the records of complete runs.

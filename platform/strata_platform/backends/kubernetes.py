@@ -108,6 +108,11 @@ class KubernetesBackend:
             try:
                 with translated_errors(f"to submit {spec.name}"):
                     self._send("POST", "", body)
+            except RunNotFound as error:
+                kind = "/".join(JOB_SET.jobs[:2])
+                raise BackendError(
+                    f"the cluster has no JobSets of {kind}; install JobSet, as docs/backends.md says", status=404
+                ) from error
             except BackendError as error:
                 if error.status != 409:
                     raise

@@ -33,7 +33,9 @@ class Server(Kubernetes):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert parse_qs(urlparse(self.path).query)["fieldValidation"] == ["Strict"]
         self.server.before_create()
-        jobs = self.server.content["jobsets"][1]
+        status, jobs = self.server.content["jobsets"]
+        if status == 404:
+            return self.answer(404, {"message": "the server could not find the requested resource"})
         if any(job["metadata"]["name"] == body["metadata"]["name"] for job in jobs):
             return self.answer(409, {"message": "already exists"})
         add(self.server, body)
@@ -163,6 +165,12 @@ def test_what_cannot_run_is_refused_before_it_is_submitted(server, runs, changes
     with pytest.raises(BackendError, match=said):
         runs.submit(SPEC.model_copy(update=changes))
     assert server.content["jobsets"][1] == []
+
+
+def test_a_cluster_without_jobset_is_told_apart_from_a_run_that_is_not_there(server, runs):
+    server.content["jobsets"] = (404, [])
+    with pytest.raises(BackendError, match=r"no JobSets of jobset\.x-k8s\.io/v1alpha2; install JobSet"):
+        runs.submit(SPEC)
 
 
 def test_a_run_that_kueue_manages_is_canceled_through_its_workload(server, runs):
