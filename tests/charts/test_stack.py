@@ -190,9 +190,9 @@ def test_prometheus_selects_what_strata_makes(watched):
         assert outside["operator"] == "DoesNotExist"
         assert all(outside["key"] in item["metadata"]["labels"] for item in watched["Namespace"])
     tenants = {item["metadata"]["name"] for item in watched["Namespace"]}
-    (monitor,), (rule,) = watched["PodMonitor"], watched["PrometheusRule"]
-    assert {item["metadata"]["namespace"] for item in (monitor, rule)} == {"strata-system"}
-    assert set(monitor["spec"]["namespaceSelector"]["matchNames"]) == tenants
+    monitors, (rule,) = watched["PodMonitor"], watched["PrometheusRule"]
+    assert {item["metadata"]["namespace"] for item in (*monitors, rule)} == {"strata-system"}
+    assert all(set(monitor["spec"]["namespaceSelector"]["matchNames"]) == tenants for monitor in monitors)
     assert "strata-system" not in tenants
 
 

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from flytekit.configuration import AuthType, PlatformConfig
 
+from strata_platform.backends.kubernetes_objects import JOB_SET, SHAPE
 from strata_platform.chart import queue_timeout, removal, retention
 from strata_platform.chart.cluster_test import Cluster
 from strata_platform.estimate.prices import CONFIG_MAP, KEY, Price, parse_prices
@@ -590,13 +591,22 @@ def relabeled(address, rules):
 
 
 def test_metrics_of_training_pods_alone_are_read_and_let_in(rendered):
-    (monitor,) = of_kind(rendered["rdma"], "PodMonitor")
-    assert monitor["metadata"]["labels"]["release"] == "monitoring"
-    assert monitor["spec"]["namespaceSelector"] == {"matchNames": ["language-production"]}
-    endpoints = monitor["spec"]["podMetricsEndpoints"]
-    for address, host in (("10.1.2.3", "10.1.2.3"), ("fd00::1", "[fd00::1]")):
-        found = [relabeled(address, endpoint["relabelings"]) for endpoint in endpoints]
-        assert found == [f"{host}:{9400 + i}" for i in range(8)]
+    monitors = {item["metadata"]["name"]: item for item in of_kind(rendered["rdma"], "PodMonitor")}
+    assert set(monitors) == {"strata-runs", "strata-jobsets"}
+    for monitor in monitors.values():
+        assert monitor["metadata"]["labels"]["release"] == "monitoring"
+        assert monitor["spec"]["namespaceSelector"] == {"matchNames": ["language-production"]}
+        for address, host in (("10.1.2.3", "10.1.2.3"), ("fd00::1", "[fd00::1]")):
+            endpoints = monitor["spec"]["podMetricsEndpoints"]
+            found = [relabeled(address, endpoint["relabelings"]) for endpoint in endpoints]
+            assert found == [f"{host}:{9400 + i}" for i in range(8)]
+    # The labels that pods of a JobSet have, as Prometheus writes them.
+    (selected,) = monitors["strata-jobsets"]["spec"]["selector"]["matchExpressions"]
+    assert selected == {"key": SHAPE, "operator": "Exists"}
+    named = monitors["strata-jobsets"]["spec"]["podMetricsEndpoints"][0]["relabelings"][0]
+    source = "__meta_kubernetes_pod_label_" + JOB_SET.label.replace("/", "_")
+    assert named == {"sourceLabels": [source], "targetLabel": "execution_id"}
+    endpoints = monitors["strata-runs"]["spec"]["podMetricsEndpoints"]
     # Flyte writes a task's name into labels in lower case, with dashes in place of what a name may not have.
     keep = endpoints[0]["relabelings"][0]
     assert re.fullmatch(keep["regex"], re.sub("[^a-z0-9-]", "-", "tasks.topology.train_16x8"))
