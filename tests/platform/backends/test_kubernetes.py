@@ -243,7 +243,7 @@ def test_a_run_that_waits_says_so(server, runs):
             "lastTransitionTime": "2026-11-22T02:00:00Z"}  # fmt: skip
     waits["spec"]["active"], waits["status"]["conditions"] = False, [{"type": "Evicted", **over}]
     server.content["jobsets"][1][0]["spec"]["suspend"] = True
-    server.content["pods"] = [pod("a")]
+    server.content |= {"pods": [pod("a")], "logs": {"a": [""]}}
     assert (runs.get("bot").phase, next(iter(runs.list())).is_done) == (Phase.QUEUED, False), "its pods are ending"
     server.content["pods"] = []
     for run in (runs.get("bot"), *runs.list()):
