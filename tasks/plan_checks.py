@@ -107,6 +107,8 @@ def _note_of(spec: RunSpec) -> Path | None:
 def _files(folder: Path) -> Iterator[str]:
     """What changes with the files of a model's folder; nothing for a preset."""
     for file in sorted(folder.rglob("*")) if folder.is_dir() else ():
+        if not file.exists():
+            continue  # A link to nothing, which caches of the Hub may have.
         found = file.stat()
         yield f"{file} {found.st_size} {found.st_mtime_ns}"
 

@@ -248,3 +248,7 @@ def test_a_plan_launches_with_the_arguments_that_triton_would_get(rounding: str,
         state.step(gradient, number, shard, lr=rate)
         head = (-(-BLOCKS // eight_bits._BLOCKS), 1, 1, 7, "function", "metadata", None, None, None)
         assert ran[-1] == (*head, *given[-1])
+    # At the same address, but otherwise: it is checked as without a plan.
+    state.weight = state.weight.as_strided(state.weight.shape, (0,))
+    with pytest.raises(ValueError, match="weight must be bf16 or fp32, contiguous"):
+        state.step(noise(cpu, BF16), 4, shard, plan=plan)

@@ -5,6 +5,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,6 +173,19 @@ def test_16_bits_at_their_limits(kind, beta, temperature, vocabulary, dtype, dev
     # Beside two last halves of a place, what PyTorch in fp32 is off where logits are far apart.
     bar = gradient.abs().amax(1, keepdim=True) * torch.finfo(dtype).eps + 2 * torchs.amax(1, keepdim=True) + 1e-6
     assert ((logits.double() - gradient).abs() <= bar).all()
+
+
+@pytest.mark.parametrize(("multiprocessors", "kinds"), [(132, (True, True)), (14, (False, True)), (6, (False, False))])
+def test_programs_wait_for_each_other_only_if_all_run_at_once(multiprocessors, kinds, monkeypatch) -> None:
+    """A share of an A100 has 14 multiprocessors: 56 of the 64 programs of a row would wait for the rest for ever."""
+    monkeypatch.setattr(divergence_rows, "multiprocessors", lambda device: multiprocessors)
+    form, shape = divergence_rows.Form("jsd", 0.5, 1.0), (3, 262144)
+    row: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, itemsize=2, shape=shape)
+    row.stride, row.storage_offset = (lambda axis: shape[1]), (lambda: 0)
+    assert divergence_rows._is_narrow(row, row, form, None) == kinds[0]
+    (tile,) = (tile for tile in divergence_rows._TILES if tile.itemsize == 4)
+    found = divergence_rows._most_parts(row, tile, divergence_rows._MOST_KEPT)
+    assert (found == divergence_rows._MOST_KEPT) == kinds[1] and found <= 3 * multiprocessors
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

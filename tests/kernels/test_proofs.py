@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 from torch import nn
+from transformers.loss import loss_utils
 from transformers.models.cohere import modeling_cohere
 from transformers.models.llama import modeling_llama
+from triton import knobs
 
 from strata_kernels import patch_model
 from strata_kernels.patch import discover, proofs
@@ -132,6 +134,40 @@ def test_of_other_sources_nothing_is_kept_and_layers_share_a_proof(monkeypatch) 
     assert digest(model, "rope", "model.layers.0.self_attn") != first
 
 
+def test_a_proof_of_the_interpreter_is_no_proof_of_a_gpu() -> None:
+    """It rounds otherwise: what it finds unequal may be equal."""
+    model = other_family()
+    compiled = digest(model)
+    with knobs.runtime.scope():
+        knobs.runtime.interpret = not knobs.runtime.interpret
+        assert digest(model) != compiled
+    assert digest(model) == compiled
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def rotate_half(x, *, factor={}):\n    return x * factor",
+        "def rotate_half(x, factor={}):\n    return x * factor",
+    ],
+    ids=["keyword", "positional"],
+)
+def test_a_default_is_code(code, monkeypatch) -> None:
+    model, found = build_other("cohere"), []
+    monkeypatch.setattr(modeling_cohere, "rotate_half", None)
+    for factor in (0.5, 0.25):
+        exec(compile(code.format(factor), modeling_cohere.__file__, "exec"), vars(modeling_cohere))
+        found.append(digest(model, "rope", "model.layers.0.self_attn"))
+    assert None not in found and found[0] != found[1]
+
+
+def test_a_loss_that_was_replaced_is_proven_again(monkeypatch) -> None:
+    model = other_family()
+    before = digest(model, "linear_cross_entropy", "")
+    monkeypatch.setattr(loss_utils, "fixed_cross_entropy", lambda *args, **kwargs: 0.0)
+    assert before is not None and digest(model, "linear_cross_entropy", "") is None
+
+
 class OwnRMSNorm(modeling_llama.LlamaRMSNorm):
     pass
 
@@ -170,6 +206,13 @@ def test_a_folder_that_cannot_be_written_costs_proofs(tmp_path, monkeypatch) -> 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
     assert patch_model(build_other("cohere")).proofs[1] == 0
     assert patch_model(build_other("cohere")).proofs[0] == 0
+
+
+def test_proofs_lie_where_triton_has_its_kernels(tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path / "home"))
+    made, _ = patch_model(build_other("cohere")).proofs
+    assert made == len(list((tmp_path / "home" / ".triton" / "cache" / ".strata-proofs").iterdir())) > 0
 
 
 def test_the_report_says_so() -> None:

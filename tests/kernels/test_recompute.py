@@ -105,6 +105,17 @@ def test_a_result_for_several_readers_is_computed_once(device) -> None:
     assert torch.equal(x.grad, first)
 
 
+def test_a_pass_without_a_backward_pass_is_freed(device) -> None:
+    """As of a capture that fails. A node that saves its own result must not hold itself."""
+    leaf = torch.randn(4, 8, device=device, requires_grad=True)
+    with recomputing():
+        y = rms_norm((leaf * 2).exp()).sigmoid()
+        loss = y.sum()
+    kept = weakref.ref(y.untyped_storage())
+    del y, loss
+    assert kept() is None
+
+
 def test_what_has_changed_in_place_is_kept_or_refused(device) -> None:
     x = torch.randn(3, 8, device=device, requires_grad=True)
     matrix = torch.randn(8, 8, device=device, requires_grad=True)

@@ -76,6 +76,13 @@ def test_other_packages_or_code_or_files_of_the_model_are_checked_again(tmp_path
     assert len(checked) == 5
 
 
+def test_a_link_to_nothing_in_the_folder_of_the_model_is_no_error(tmp_path, checked):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "vocab.json").symlink_to(tmp_path / "nowhere")
+    check_plan(spec_of(tmp_path, model={"name": str(tmp_path / "model")}))
+    assert len(checked) == 1
+
+
 @pytest.mark.parametrize(
     "sections",
     [

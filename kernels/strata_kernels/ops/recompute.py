@@ -47,10 +47,10 @@ def note_results(run: Callable[..., Any], args: tuple[Any, ...], output: Any, re
 
 
 class _Kept:
-    """A tensor as it is."""
+    """A tensor as it is, but without its history: a node that keeps its own result would hold itself for ever."""
 
     def __init__(self, x: Tensor) -> None:
-        self._x, self._version = x, x._version
+        self._x, self._version = x.detach(), x._version
 
     def get(self) -> Tensor:
         if self._x._version != self._version:
@@ -120,8 +120,7 @@ class _Results:
             for address, result in self._calls.items()
             if not result.storage.expired()  # type: ignore[no-untyped-call]
         }
-        # Without their history, which would keep nodes of the autograd graph alive.
-        call = _Call(run, tuple(self._hold(x.detach()) if isinstance(x, Tensor) else x for x in args))
+        call = _Call(run, tuple(self._hold(x) if isinstance(x, Tensor) else x for x in args))
         for number, x in enumerate(output[:recomputed]):
             storage = StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
             self._calls[storage.cdata] = _Result(storage, x.dtype, x._version, call, number)

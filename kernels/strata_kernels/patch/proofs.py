@@ -1,9 +1,10 @@
 """Proofs of `discover` that were made before: in this process, or in an earlier one that wrote them to disk.
 
-A proof is found again by what it depends on: the code of the module's class, of its bases and of what they call, the
-module's attributes and sizes, the sources of this package, and the versions of Python, PyTorch and transformers. So a
-family that changes is proven again, and so is one in which a function was replaced while the process runs. Proofs of
-classes that are written elsewhere, such as custom code of the Hub, are not kept.
+A proof is found again by what it depends on: the code of the module's class, of its bases and of what they call in
+transformers' models, losses and activations, the module's attributes and sizes, the sources of this package, the
+versions of Python, PyTorch and transformers, and whether Triton interprets kernels. So a family that changes is proven
+again, and so is one in which a function was replaced while the process runs; of PyTorch and the rest of transformers,
+the version alone counts. Proofs of classes that are written elsewhere, such as custom code of the Hub, are not kept.
 
 On disk, proofs are small JSON files in a hidden folder of Triton's cache directory, beside the kernels that they decide
 about. A file that cannot be read or written costs a proof, nothing else.
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import secrets
 import sys
 from dataclasses import asdict
@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from triton import knobs
 
 from ..source_hash import source_hash
 from .small_copy import INTERNALS, NotEqual
@@ -36,9 +37,9 @@ _log = logging.getLogger(__name__)
 _FOLDER = ".strata-proofs"
 _PACKAGE = Path(__file__).parents[1]
 _RECIPES: dict[str, type[Any]] = {cls.__name__: cls for cls in (Norm, Mlp, Experts, Rope, Head)}
-# Whose code the version stands for. The modeling files of transformers are read, as some edit them.
+# Whose code the version stands for. Of transformers, what some edit or replace is read.
 _RELEASED = frozenset({"torch", "transformers", *sys.stdlib_module_names})
-_READ = "transformers.models."
+_READ = ("transformers.models.", "transformers.loss.", "transformers.activations")
 # Of a module, which change nothing that is proven: its place, and how its weights are stored.
 PLACES = frozenset({"layer_idx", "restore_weight"})
 
@@ -62,11 +63,15 @@ def digest_of(operator: str, module: nn.Module, model: nn.Module) -> str | None:
             for part in model.modules():
                 if "Rotary" in original_class(part).__name__:
                     reader.module(part)
+        if operator == "linear_cross_entropy":
+            reader.value("loss", module.loss_function)
     except _Foreign as reason:
         _log.debug("%s: the proof of %s is not kept: %s", type(module).__name__, operator, reason)
         return None
     versions = (sys.version, torch.__version__, import_module("transformers").__version__, source_hash(_PACKAGE))
-    return sha256("\n".join((operator, *versions, *reader.lines)).encode()).hexdigest()
+    # The interpreter rounds otherwise.
+    interpreted = str(bool(knobs.runtime.interpret))
+    return sha256("\n".join((operator, *versions, interpreted, *reader.lines)).encode()).hexdigest()
 
 
 def recall(digest: str) -> Recipe | NotEqual | None:
@@ -96,8 +101,7 @@ def keep(digest: str, result: Recipe | NotEqual) -> None:
 
 
 def _file(digest: str) -> Path:
-    directory = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
-    return Path(directory, _FOLDER, f"{digest}.json")
+    return Path(knobs.cache.dir, _FOLDER, f"{digest}.json")
 
 
 def _to_json(result: Recipe | NotEqual) -> dict[str, Any]:
@@ -136,7 +140,7 @@ class _Reader:
         self.cls(original_class(module))
         attributes = {name: value for name, value in vars(module).items() if name not in INTERNALS | PLACES}
         for name in sorted(attributes):
-            self._value(name, attributes[name])
+            self.value(name, attributes[name])
         for kind, tensors in (("weight", module._parameters), ("buffer", module._buffers)):
             for name, tensor in tensors.items():
                 self.lines.append(f"{kind} {name} {None if tensor is None else list(tensor.shape)}")
@@ -155,9 +159,10 @@ class _Reader:
             for name, value in sorted(vars(base).items()):
                 inner = getattr(value, "fget", None) or getattr(value, "__func__", value)
                 if isinstance(inner, FunctionType | type) or _is_plain(inner):
-                    self._value(name, inner)
+                    self.value(name, inner)
 
-    def _value(self, name: str, value: Any) -> None:
+    def value(self, name: str, value: Any) -> None:
+        """A function's code; anything else as it is."""
         if isinstance(value, FunctionType):
             self.lines.append(name)
             self._function(value)
@@ -169,15 +174,15 @@ class _Reader:
             self.lines.append(f"{name} {type(value).__name__} {len(value)}")
             ordered = value if isinstance(value, tuple | list) else sorted(value, key=repr)
             for number, item in enumerate(ordered):
-                self._value(str(number), item)
+                self.value(str(number), item)
         elif isinstance(value, dict):
             self.lines.append(f"{name} dict {len(value)}")
             for key in sorted(value, key=repr):
-                self._value(repr(key), value[key])
+                self.value(repr(key), value[key])
         elif callable(getattr(value, "to_dict", None)):
             # A configuration. The same model in another folder has the same proofs.
             fields = {k: v for k, v in value.to_dict().items() if k not in ("_name_or_path", "name_or_path")}
-            self._value(f"{name} {type(value).__name__}", fields)
+            self.value(f"{name} {type(value).__name__}", fields)
         else:
             raise _Foreign(f"{name} is a {type(value).__name__}")
 
@@ -193,8 +198,9 @@ class _Reader:
             if isinstance(value, FunctionType):
                 self._function(value)
         if _is_read(home):
-            defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items())
-            self.lines.append(repr([value for value in defaults if _is_plain(value)]))
+            # What a closure holds beside functions, too.
+            for value in (*inside, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+                self.lines.append(repr(value) if _is_plain(value) else type(value).__qualname__)
             self._code(function.__code__, function.__globals__)
 
     def _code(self, code: CodeType, names: dict[str, Any]) -> None:
@@ -207,7 +213,7 @@ class _Reader:
         for name in code.co_names:
             value = names.get(name)
             if isinstance(value, FunctionType | type) or _is_plain(value):
-                self._value(name, value)
+                self.value(name, value)
 
 
 def _is_read(home: str) -> bool:

@@ -143,9 +143,11 @@ class VllmGenerator:
         """Inside the block, weights, keys and values are on the GPU."""
         if self._sleeps:
             self._llm.wake_up()
-        yield
-        if self._sleeps:
-            self._llm.sleep(level=1)
+        try:
+            yield
+        finally:
+            if self._sleeps:
+                self._llm.sleep(level=1)
 
 
 def _pack_heads(worker: Any) -> None:
@@ -221,7 +223,11 @@ def _sample(answer: Any) -> Sample:
 def _same_random_numbers() -> Iterator[None]:
     """Inside the block, random numbers may be drawn and seeds set that training does not notice."""
     python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
-        yield
-    random.setstate(python)
-    np.random.set_state(numpy)
+    # Of the GPU that this process trains on, not of all that it sees.
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -38,8 +38,8 @@ class EightBitPlan:
     """What a step has found out, kept for the next one of the same tensors: checks, and the compiled kernel.
 
     On a GPU, a step of a small matrix takes the host several times as long without it. The plan is made anew if the
-    address, size or dtype of a tensor, or anything but the learning rate, the weight decay and the number of the step
-    has changed. It holds no reference to the caller's tensors.
+    address, size, dtype or layout of a tensor, the gradient's device, or anything but the learning rate, the weight
+    decay and the number of the step has changed. It holds no reference to the caller's tensors.
     """
 
     def __init__(self) -> None:
@@ -56,8 +56,9 @@ class EightBitPlan:
         weight, address = tensors[0], gradient.data_ptr()
         assert weight is not None
         key = (
-            weight.shape, weight.dtype, gradient.shape, gradient.dtype, gradient.is_contiguous(), address & 15, shard,
-            hyper.betas, hyper.eps, hyper.rounding, hyper.seed, *[x if x is None else x.data_ptr() for x in tensors],
+            weight.shape, gradient.shape, gradient.dtype, gradient.is_contiguous(), gradient.get_device(), address & 15,
+            shard, hyper.betas, hyper.eps, hyper.rounding, hyper.seed,
+            *[x if x is None else (x.data_ptr(), x.dtype, x.is_contiguous()) for x in tensors],
         )  # fmt: skip
         if key != self._key:
             self._key, self._launched = key, None

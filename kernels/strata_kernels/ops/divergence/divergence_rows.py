@@ -29,8 +29,10 @@ _WHOLE_ROW: dict[str, tuple[Any, dict[str, float]]] = {
     "tvd_probabilities": (tvd_probabilities_kernel, {}),
 }
 _WHOLE_ROW_BLOCK, _WHOLE_ROW_WARPS = 4096, 8
-# Parts of a row that programs keep: as many as the smallest share of a GPU runs at once. A row of more is read again.
+# Parts of a row that programs keep. A row of more, or of more than the GPU runs at once, is read again.
 _MOST_KEPT = 32
+# Registers of a multiprocessor, on GPUs of every generation that Triton knows.
+_REGISTERS = 2**16
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class NarrowTile:
 
 
 _NARROW_TILE = NarrowTile(block=4096, warps=4, registers=128, per_sm=4)
-# Parts of a row: as many as the smallest share of a GPU, 16 multiprocessors, runs at once.
+# Parts of a row, if the GPU runs as many at once: one of 16 multiprocessors does.
 _MOST_NARROW = 64
 
 
@@ -149,8 +151,7 @@ def _launch(
     n_parts = n_rows * parts
     if 3 * n_parts >= 2**31:
         raise ValueError(f"{n_rows} rows of logits are too many for an index in 32 bits: split them")
-    # The interpreter runs one program after the other: there none may wait for a later one.
-    keep = form.normalized or parts == 1 or (parts <= _MOST_KEPT and z.device.type != "cpu")
+    keep = form.normalized or parts == 1 or parts <= _most_parts(z, tile, _MOST_KEPT)
     distance = 0 if keep else min(n_parts, parts + tile.distance_per_sm * multiprocessors(z.device))
     narrow = max(z.itemsize, t.itemsize) == 2
     partial = loss.new_empty(n_rows, parts)
@@ -186,9 +187,19 @@ def _is_narrow(z: Tensor, t: Tensor, form: Form, dz: Tensor | None) -> bool:
         return False
     if z.itemsize != 2 or any(n % 2 for x in given for n in (x.shape[1], x.stride(0), x.storage_offset())):
         return False
-    # The interpreter runs one program after the other: there none may wait for a later one.
-    most = 1 if z.device.type == "cpu" else _MOST_NARROW
-    return z.shape[1] <= most * _NARROW_TILE.block
+    return z.shape[1] <= _most_parts(z, _NARROW_TILE, _MOST_NARROW) * _NARROW_TILE.block
+
+
+def _most_parts(z: Tensor, tile: Tile | NarrowTile, most: int) -> int:
+    """The parts of a row whose programs may wait for each other, at most `most`: all of them must run at once.
+
+    A part of a GPU (MIG, MPS) has few multiprocessors. What is recorded is for a whole one.
+    """
+    if z.device.type == "cpu":
+        return 1  # The interpreter runs one program after the other.
+    if z.device.type == "meta":
+        return most
+    return min(most, _REGISTERS // (32 * tile.warps * tile.registers) * multiprocessors(z.device))
 
 
 def _launch_narrow(
