@@ -118,7 +118,7 @@ def test_one_process_at_a_time_changes_an_entry(pod, monkeypatch):
     key, files = ENTRIES[-1]
     (name,) = files
     locked = []
-    replace = triton_cache._write_atomically
+    replace = triton_cache.write_atomically
 
     def noting(path, data):
         folder = os.open(path.parent, os.O_RDONLY)
@@ -131,7 +131,7 @@ def test_one_process_at_a_time_changes_an_entry(pod, monkeypatch):
             os.close(folder)
         replace(path, data)
 
-    monkeypatch.setattr(triton_cache, "_write_atomically", noting)
+    monkeypatch.setattr(triton_cache, "write_atomically", noting)
     with CacheFiller(pod).installed():
         get_cache_manager(hex_of(key)).put(files[name], name)
     triton_cache.store(pod, *kernel_entry(0))

@@ -34,7 +34,7 @@ def recomputing() -> Iterator[None]:
     global _active
     before, _active = _active, _Results()
     try:
-        with torch.autograd.graph.saved_tensors_hooks(_active.pack, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(_active.hold, lambda kept: kept.get()):
             yield
     finally:
         _active = before
@@ -120,15 +120,13 @@ class _Results:
             for address, result in self._calls.items()
             if not result.storage.expired()  # type: ignore[no-untyped-call]
         }
-        call = _Call(run, tuple(self._hold(x) if isinstance(x, Tensor) else x for x in args))
+        call = _Call(run, tuple(self.hold(x) if isinstance(x, Tensor) else x for x in args))
         for number, x in enumerate(output[:recomputed]):
             storage = StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
             self._calls[storage.cdata] = _Result(storage, x.dtype, x._version, call, number)
 
-    def pack(self, x: Tensor) -> _Kept | _View:
-        return self._hold(x)
-
-    def _hold(self, x: Tensor) -> _Kept | _View:
+    def hold(self, x: Tensor) -> _Kept | _View:
+        """What is kept in place of a tensor."""
         found = self._find(x)
         return _Kept(x) if found is None else _View(*found, x)
 
@@ -138,7 +136,3 @@ class _Results:
         if found is None or (found.dtype, found.version) != (x.dtype, x._version):
             return None
         return found.call, found.number
-
-
-def _unpack(kept: _Kept | _View) -> Tensor:
-    return kept.get()

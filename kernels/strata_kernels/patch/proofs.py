@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import logging
-import secrets
 import sys
 from dataclasses import asdict
 from hashlib import sha256
@@ -27,7 +26,7 @@ import torch
 from torch import nn
 from triton import knobs
 
-from ..source_hash import source_hash
+from ..files import source_hash, write_atomically
 from .small_copy import INTERNALS, NotEqual
 from .structure import original_class
 from .table import Experts, Head, Mlp, Norm, Recipe, Rope
@@ -91,11 +90,9 @@ def keep(digest: str, result: Recipe | NotEqual) -> None:
     """Keep the result of a proof, on disk too if its folder can be written."""
     _known[digest] = result
     path = _file(digest)
-    temporary = path.with_name(f".{digest}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(_to_json(result)), encoding="utf-8")
-        temporary.replace(path)
+        write_atomically(path, json.dumps(_to_json(result)).encode())
     except OSError as error:
         _log.debug("%s is not written: %s", path, error)
 

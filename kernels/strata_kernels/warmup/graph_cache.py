@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import triton
 
-from ..source_hash import source_hash
+from ..files import source_hash
 from . import triton_cache
 from .store import ArchiveKind
 

@@ -17,11 +17,12 @@ import fcntl
 import hashlib
 import json
 import os
-import secrets
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from ..files import write_atomically
 
 GROUP = "__grp__"
 DIGESTS = "__strata__.json"
@@ -107,11 +108,11 @@ def store(directory: Path, key: str, files: Mapping[str, bytes]) -> None:
         # Otherwise an old group file would be valid for a mix of old and new files.
         _empty_groups(folder)
         for name, data in contents.items():
-            _write_atomically(folder / name, data)
+            write_atomically(folder / name, data)
         write_digests(directory, key, contents)
         for name, data in files.items():
             if name.startswith(GROUP):
-                _write_atomically(folder / name, _group({child: str(folder / child) for child in _children(data)}))
+                write_atomically(folder / name, _group({child: str(folder / child) for child in _children(data)}))
 
 
 @contextmanager
@@ -144,7 +145,7 @@ def add_digests(directory: Path, key: str) -> None:
 
 def write_digests(directory: Path, key: str, files: Mapping[str, bytes]) -> None:
     """Write the digest file for `files`. Call it before the file that makes the entry valid is written."""
-    _write_atomically(directory / key / DIGESTS, _digest_file(files))
+    write_atomically(directory / key / DIGESTS, _digest_file(files))
 
 
 def relocate(directory: Path) -> int:
@@ -166,7 +167,7 @@ def relocate_entry(directory: Path, key: str) -> int:
             continue
         here = {child: str(folder / child) for child in children}
         if here != children and all((folder / child).is_file() for child in children):
-            _write_atomically(folder / name, _group(here))
+            write_atomically(folder / name, _group(here))
             changed += 1
     return changed
 
@@ -194,7 +195,7 @@ def _empty_groups(folder: Path) -> None:
     """Make the group files list no files: a miss. Triton would fail if one were removed after it looked for it."""
     for name, data in _groups(folder).items():
         if data != _group({}):
-            _write_atomically(folder / name, _group({}))
+            write_atomically(folder / name, _group({}))
 
 
 def _groups(folder: Path) -> Files:
@@ -295,14 +296,3 @@ def check_elf(name: str, data: bytes) -> None:
         raise CorruptEntry(f"{name} is truncated") from None
     if max(ends) > len(data):
         raise CorruptEntry(f"{name} is truncated: {len(data)} of {max(ends)} bytes")
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    """Write a file so that readers see the old contents or the new."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    try:
-        temporary.write_bytes(data)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from threading import Thread
 
-from strata_kernels.source_hash import source_hash
+from strata_kernels.files import source_hash
 from strata_kernels.warmup import graph_cache
 from strata_kernels.warmup.blob_storage import FolderStorage
 from strata_kernels.warmup.store import Store

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from strata_kernels.source_hash import source_hash
+from strata_kernels.files import source_hash
 from strata_kernels.warmup import graph_cache
 from strata_kernels.warmup.blob_storage import FolderStorage
 from strata_kernels.warmup.store import RejectedArchive, Store, pack, unpack

@@ -10,11 +10,12 @@ numbers to zero.
 
 from __future__ import annotations
 
-from math import log2
+import math
 
 import triton
 import triton.language as tl
 
+from .._approximations import exp2, log2, reciprocal, sqrt
 from .eight_bits_codes import BLOCK, CELLS, DECADES, LOG2_5, LOG10_2, NINTHS, TINY
 from .step_kernels import _hash, _load, _noise, _round, _store
 
@@ -22,48 +23,12 @@ _BLOCK: tl.constexpr = tl.constexpr(BLOCK)
 _DECADES: tl.constexpr = tl.constexpr(DECADES)
 _PER_DECADE: tl.constexpr = tl.constexpr(-LOG2_5)
 _LOG10_2: tl.constexpr = tl.constexpr(LOG10_2)
-_LOG2_CELLS: tl.constexpr = tl.constexpr(log2(CELLS))
+_LOG2_CELLS: tl.constexpr = tl.constexpr(math.log2(CELLS))
 _NINTHS: tl.constexpr = tl.constexpr(NINTHS)
 _TINY: tl.constexpr = tl.constexpr(TINY)
 # 1.5 * 2^23: the sum with it has the nearest integer in its low bits. Conversions take a GPU four times as long.
 _MAGIC: tl.constexpr = tl.constexpr(12582912.0)
 _MIX_C: tl.constexpr = tl.constexpr(0xD35A2D97)
-
-
-@triton.jit
-def _log2(b_x, FAST: tl.constexpr):
-    if FAST:
-        b = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [b_x], tl.float32, is_pure=True, pack=1)
-    else:
-        b = tl.log2(b_x)
-    return b
-
-
-@triton.jit
-def _exp2(b_x, FAST: tl.constexpr):
-    if FAST:
-        b = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [b_x], tl.float32, is_pure=True, pack=1)
-    else:
-        b = tl.exp2(b_x)
-    return b
-
-
-@triton.jit
-def _inverse(b_x, FAST: tl.constexpr):
-    if FAST:
-        b = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [b_x], tl.float32, is_pure=True, pack=1)
-    else:
-        b = 1.0 / b_x
-    return b
-
-
-@triton.jit
-def _sqrt(b_x, FAST: tl.constexpr):
-    if FAST:
-        b = tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [b_x], tl.float32, is_pure=True, pack=1)
-    else:
-        b = tl.sqrt(b_x)
-    return b
 
 
 @triton.jit
@@ -81,10 +46,10 @@ def _place(b_x, FIRST: tl.constexpr, FAST: tl.constexpr):
     SLOPE: tl.constexpr = (END - BELOW) / (END - ZERO)
     b_x = tl.maximum(b_x, b_x * SLOPE + END * (1 - SLOPE))
     # At the edge of two decades either will do: their cells are numbered on.
-    b_sum = _log2(b_x, FAST) * _LOG10_2 + (_DECADES - 0.5) + _MAGIC
+    b_sum = log2(b_x, FAST) * _LOG10_2 + (_DECADES - 0.5) + _MAGIC
     # FIRST * 2^decade, the number of the decade's first cell. The shift leaves no bit of the magic number.
     b_low = ((b_sum.to(tl.int32, bitcast=True) << 23) + ((126 + FIRST) << 23)).to(tl.float32, bitcast=True)
-    b_cells = _exp2((b_sum - _MAGIC) * _PER_DECADE + (_LOG2_CELLS + (FIRST - 1)), FAST)
+    b_cells = exp2((b_sum - _MAGIC) * _PER_DECADE + (_LOG2_CELLS + (FIRST - 1)), FAST)
     b_i = b_x * b_cells + (b_low * _NINTHS - 0.5)
     # Beyond a decade's first edge, the last middle of the decade below is nearest for a fifth of a cell.
     b_i = tl.minimum(b_i, b_i * 1.25 + (b_low * -0.25 - 0.125))
@@ -124,17 +89,17 @@ def eight_bits_kernel(
     b_m_scale, b_v_scale = tl.max(tl.abs(b_m), 1), tl.max(b_v, 1)
     _store(p_m_scale, o_b, b_m_scale, m_b, MASKED)
     _store(p_v_scale, o_b, b_v_scale, m_b, MASKED)
-    b_x = b_m * _inverse(tl.maximum(b_m_scale, _TINY), FAST)[:, None]
+    b_x = b_m * reciprocal(tl.maximum(b_m_scale, _TINY), FAST)[:, None]
     b_i = _place(tl.abs(b_x), 1, FAST)
     b_i = (b_i.to(tl.int32, bitcast=True) | (b_x.to(tl.int32, bitcast=True) & -0x80000000)).to(tl.float32, bitcast=True)
     # There is one more value above zero than below. NaN, too, gets a code.
     b_code = (tl.maximum(b_i, -127.0) + (127.0 + _MAGIC)).to(tl.int32, bitcast=True)
     _store(p_m, o, tl.reshape(b_code.to(tl.uint8), (SIZE,)), m, MASKED)
-    b_i = _place(b_v * _inverse(tl.maximum(b_v_scale, _TINY), FAST)[:, None], 2, FAST)
+    b_i = _place(b_v * reciprocal(tl.maximum(b_v_scale, _TINY), FAST)[:, None], 2, FAST)
     b_code = (b_i + (_MAGIC - 1.0)).to(tl.int32, bitcast=True)
     _store(p_v, o, tl.reshape(b_code.to(tl.uint8), (SIZE,)), m, MASKED)
 
-    b_u = tl.reshape(b_m * _inverse(_sqrt(b_v * inverse, FAST) + eps, FAST), (SIZE,))
+    b_u = tl.reshape(b_m * reciprocal(sqrt(b_v * inverse, FAST) + eps, FAST), (SIZE,))
     b_w = _load(p_w, o, m, W, MASKED)
     if MASTER:
         b_w = (b_w.to(tl.int32, bitcast=True) + _load_bits(p_r, o, m, MASKED).to(tl.int32)).to(tl.float32, bitcast=True)

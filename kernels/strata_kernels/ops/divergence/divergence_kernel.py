@@ -19,6 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .._approximations import exp2, log2
 from ..cross_entropy.row_kernel import (
     _broadcast,
     _low_bits,
@@ -64,26 +65,6 @@ def _publish(b_z, p_word, NARROW: tl.constexpr):
 
 
 @triton.jit
-def _exp2(b_x, FAST: tl.constexpr):
-    """2 to the power of numbers; FAST in one instruction, 0 for results below 1e-38."""
-    if FAST:
-        b_y = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [b_x], tl.float32, is_pure=True, pack=1)
-    else:
-        b_y = tl.exp2(b_x)
-    return b_y
-
-
-@triton.jit
-def _log2(b_x, FAST: tl.constexpr):
-    """Logarithm to the base 2 of numbers between 0 and 1; FAST in one instruction, 2e-7 off."""
-    if FAST:
-        b_y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [b_x], tl.float32, is_pure=True, pack=1)
-    else:
-        b_y = tl.log2(b_x)
-    return b_y
-
-
-@triton.jit
 def _log_softmax(b_z, p_words, i_n, PARTS: tl.constexpr, PADDED: tl.constexpr, NARROW: tl.constexpr):
     """Log-probabilities of a part to the base 2, from the words of its row.
 
@@ -118,14 +99,14 @@ def _terms(b_lp, b_lq, KIND: tl.constexpr, BETA: tl.constexpr, FAST: tl.constexp
         # keeps 0 times the logarithm of a ratio 0.
         b_d = b_lq - b_lp
         b_far = tl.minimum(tl.abs(b_d), 30000.0)
-        b_ratio = _exp2(-b_far, FAST)
-        b_large = _exp2(tl.maximum(b_lp, b_lq), FAST)
+        b_ratio = exp2(-b_far, FAST)
+        b_large = exp2(tl.maximum(b_lp, b_lq), FAST)
         b_small = b_large * b_ratio
         if BETA == 0.5:
-            b_lm = _log2(0.5 * b_ratio + 0.5, FAST)
+            b_lm = log2(0.5 * b_ratio + 0.5, FAST)
         else:
             b_share = tl.where(b_d > 0.0, BETA, 1.0 - BETA)
-            b_lm = _log2(b_share + (1.0 - b_share) * b_ratio, FAST)
+            b_lm = log2(b_share + (1.0 - b_share) * b_ratio, FAST)
         # larger · log(m / larger) and smaller · log(m / smaller)
         b_x = b_large * b_lm
         b_y = b_small * (b_lm + b_far)
@@ -133,8 +114,8 @@ def _terms(b_lp, b_lq, KIND: tl.constexpr, BETA: tl.constexpr, FAST: tl.constexp
         b_cp = tl.where(b_d > 0.0, b_y, b_x)
         b_rest = b_x + b_y
     else:
-        b_p = _exp2(b_lp, FAST)
-        b_q = _exp2(b_lq, FAST)
+        b_p = exp2(b_lp, FAST)
+        b_q = exp2(b_lq, FAST)
         # log(q / p); tokens that both rule out are equal.
         b_d = tl.where(b_lp == b_lq, 0.0, b_lq - b_lp)
         b_rest = tl.zeros_like(b_p)

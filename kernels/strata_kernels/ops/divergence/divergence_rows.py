@@ -146,11 +146,7 @@ def _launch(
         return
     n_rows, vocabulary = z.shape
     tile = next(tile for tile in _TILES if max(z.itemsize, t.itemsize) <= tile.itemsize)
-    block = min(max(triton.next_power_of_2(vocabulary), 128), tile.block)
-    parts = triton.cdiv(vocabulary, block)
-    n_parts = n_rows * parts
-    if 3 * n_parts >= 2**31:
-        raise ValueError(f"{n_rows} rows of logits are too many for an index in 32 bits: split them")
+    block, parts, n_parts = _parts(z, tile, smallest=128)
     keep = form.normalized or parts == 1 or parts <= _most_parts(z, tile, _MOST_KEPT)
     distance = 0 if keep else min(n_parts, parts + tile.distance_per_sm * multiprocessors(z.device))
     narrow = max(z.itemsize, t.itemsize) == 2
@@ -190,6 +186,16 @@ def _is_narrow(z: Tensor, t: Tensor, form: Form, dz: Tensor | None) -> bool:
     return z.shape[1] <= _most_parts(z, _NARROW_TILE, _MOST_NARROW) * _NARROW_TILE.block
 
 
+def _parts(z: Tensor, tile: Tile | NarrowTile, smallest: int) -> tuple[int, int, int]:
+    """Logits of a part of a row, parts of a row, and of all rows. Raises ValueError if these are too many."""
+    block = min(max(triton.next_power_of_2(z.shape[1]), smallest), tile.block)
+    parts = triton.cdiv(z.shape[1], block)
+    n_parts = z.shape[0] * parts
+    if 3 * n_parts >= 2**31:
+        raise ValueError(f"{z.shape[0]} rows of logits are too many for an index in 32 bits: split them")
+    return block, parts, n_parts
+
+
 def _most_parts(z: Tensor, tile: Tile | NarrowTile, most: int) -> int:
     """The parts of a row whose programs may wait for each other, at most `most`: all of them must run at once.
 
@@ -206,11 +212,7 @@ def _launch_narrow(
     z: Tensor, t: Tensor, target: Tensor, scale: Tensor | None, loss: Tensor, form: Form, dz: Tensor | None
 ) -> None:
     (n_rows, vocabulary), tile = z.shape, _NARROW_TILE
-    block = min(max(triton.next_power_of_2(vocabulary), 256), tile.block)
-    parts = triton.cdiv(vocabulary, block)
-    n_parts = n_rows * parts
-    if 3 * n_parts >= 2**31:
-        raise ValueError(f"{n_rows} rows of logits are too many for an index in 32 bits: split them")
+    block, parts, n_parts = _parts(z, tile, smallest=256)
     n_groups = min(n_rows, max(tile.per_sm * multiprocessors(z.device) // parts, 1))
     partial = loss.new_empty(n_rows, parts)
     words = [None if x is None else x.view(torch.int32) for x in (z, t, dz)]

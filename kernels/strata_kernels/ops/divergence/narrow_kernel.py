@@ -23,8 +23,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .._approximations import exp2, log2
 from ..cross_entropy.row_kernel import _low_bits, _pack
-from .divergence_kernel import _FORWARD_KL, _JSD, _exp2, _log2, _loss, _scaled, _terms
+from .divergence_kernel import _FORWARD_KL, _JSD, _loss, _scaled, _terms
 
 # Twice -inf in a word.
 _NOTHING_BF16: tl.constexpr = tl.constexpr(0xFF80FF80 - 2**32)
@@ -151,8 +152,8 @@ def _publish(b_z, b_t, p_word, n_parts, SCALE: tl.constexpr, BF16: tl.constexpr,
         z_max, t_max = tl.reduce((_logits(b_z, BF16), _logits(b_t, BF16)), 0, _larger)
     z_max = tl.maximum(z_max, _LEAST) * SCALE
     t_max = tl.maximum(t_max, _LEAST) * SCALE
-    b_p = _exp2(_logits(b_z, BF16) * SCALE - z_max, FAST)
-    b_q = _exp2(_logits(b_t, BF16) * SCALE - t_max, FAST)
+    b_p = exp2(_logits(b_z, BF16) * SCALE - z_max, FAST)
+    b_q = exp2(_logits(b_t, BF16) * SCALE - t_max, FAST)
     z_sum, t_sum = tl.reduce((b_p, b_q), 0, _added)
     tl.store(p_word, _pack(z_max, _low_bits(z_sum)))
     tl.store(p_word + n_parts, _pack(t_max, _low_bits(t_sum)))
@@ -186,9 +187,9 @@ def _pair_terms(b_x, b_y, KIND: tl.constexpr, BETA: tl.constexpr, FAST: tl.const
             b_x = tl.maximum(b_x, _LEAST_LOG)
             b_y = tl.maximum(b_y, _LEAST_LOG)
         b_d = b_y - b_x
-        b_ratio = _exp2(b_d, FAST)
-        b_c = _log2(BETA * b_ratio + (1.0 - BETA), FAST)
-        b_p = _exp2(b_x, FAST)
+        b_ratio = exp2(b_d, FAST)
+        b_c = log2(BETA * b_ratio + (1.0 - BETA), FAST)
+        b_p = exp2(b_x, FAST)
         b_rest = (b_p * b_ratio) * (b_c - b_d)
     else:
         b_p, b_c, b_rest = _terms(b_x, b_y, KIND, BETA, FAST)
@@ -216,8 +217,8 @@ def _statistics(p_words, n_parts, FAST: tl.constexpr, PARTS: tl.constexpr, PADDE
     b_zmax = (b_z >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     b_tmax = (b_t >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     z_max, t_max = tl.reduce((b_zmax, b_tmax), 0, _larger)
-    b_zsum = b_z.to(tl.int32).to(tl.float32, bitcast=True) * _exp2(b_zmax - z_max, FAST)
-    b_tsum = b_t.to(tl.int32).to(tl.float32, bitcast=True) * _exp2(b_tmax - t_max, FAST)
+    b_zsum = b_z.to(tl.int32).to(tl.float32, bitcast=True) * exp2(b_zmax - z_max, FAST)
+    b_tsum = b_t.to(tl.int32).to(tl.float32, bitcast=True) * exp2(b_tmax - t_max, FAST)
     z_sum, t_sum = tl.reduce((tl.where(o_c < PARTS, b_zsum, 0.0), tl.where(o_c < PARTS, b_tsum, 0.0)), 0, _added)
     return z_max, t_max, z_sum, t_sum
 

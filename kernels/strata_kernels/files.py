@@ -1,8 +1,10 @@
-"""A hash of Python files, by which what was made from them is found again."""
+"""Hashes of source files, and files that are replaced as a whole."""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import secrets
 from functools import cache
 from pathlib import Path
 
@@ -15,3 +17,14 @@ def source_hash(folder: Path) -> str:
         text = path.read_bytes()
         digest.update(f"{path.relative_to(folder.parent)} {len(text)}\n".encode() + text)
     return digest.hexdigest()
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file so that readers see the old contents or the new."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
