@@ -97,6 +97,23 @@ def table(curves: Mapping[str, list[float]], steps: int) -> list[str]:
     ]
 
 
+def wait_for(processes: Mapping[str, subprocess.Popen[bytes]], seconds: float | None) -> None:
+    """Wait for all, and end those that are left after so many seconds. Raises SystemExit if one failed."""
+    end = None if seconds is None else time.monotonic() + seconds
+    try:
+        for process in processes.values():
+            process.wait(None if end is None else max(0.0, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        print(f"ended after {seconds:.0f} s", flush=True)
+    finally:
+        failed = [name for name, process in processes.items() if process.poll()]
+        for process in processes.values():
+            process.kill()
+            process.wait()
+    if failed:
+        raise SystemExit(f"error: {', '.join(failed)} failed; the reason is above")
+
+
 def main() -> None:
     """Train all beside each other, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -117,19 +134,8 @@ def main() -> None:
     write_documents(documents, 600)
     names = RUNS[: told.runs]
     common = ["--scaling", told.scaling, "--steps", str(told.steps), "--shape", told.shape, "--out", str(told.out)]
-    begin = time.monotonic()
-    processes = [
-        subprocess.Popen([sys.executable, "-m", "benchmarks.float8_curves", "--train", name, *common]) for name in names
-    ]
-    try:
-        for process in processes:
-            process.wait(told.seconds and max(0.0, begin + told.seconds - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        print(f"ended after {told.seconds:.0f} s", flush=True)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    program = [sys.executable, "-m", "benchmarks.float8_curves", *common]
+    wait_for({name: subprocess.Popen([*program, "--train", name]) for name in names}, told.seconds)
     runs = {name: curve(name, told.scaling, told.steps, documents, told.shape) for name in names}
     curves = {name: parts(read_points(metrics_of(run, told.out)), told.steps) for name, run in runs.items()}
     print("\n".join(table(curves, told.steps)), flush=True)

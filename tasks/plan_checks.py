@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from strata_platform.file_io import write_atomic
+from strata_platform.file_io import folder_digest, write_atomic
 from strata_platform.spec import RunSpec
 from strata_platform.spec.model import PRESETS
 from tasks.paths import is_local
@@ -118,6 +118,5 @@ def _code() -> Iterator[str]:
     for package in _CODE:
         found = find_spec(package)
         assert found is not None
-        for root in map(Path, found.submodule_search_locations or ()):
-            for file in sorted(root.rglob("*.py")):
-                yield f"{package} {file.relative_to(root)} {hashlib.sha256(file.read_bytes()).hexdigest()}"
+        for root in found.submodule_search_locations or ():
+            yield f"{package} {folder_digest(Path(root))}"

@@ -14,8 +14,9 @@ tests of your own code. Names are imported when they are first used.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from strata_platform.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from strata_platform.client import Client, connect
@@ -61,21 +62,18 @@ __all__ = [
     "load_spec",
 ]
 
-_MODULES = {
-    "client": ("Client", "connect"),
-    "runs": ("Event", "LogLine", "MetricPoint", "Outputs", "Phase", "Run", "Stage"),
-    "spec": ("RunSpec", "dump_spec", "load_spec"),
-}
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULE_OF.get(name, 'errors')}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "client": ("Client", "connect"),
+        "errors": (
+            "BackendError", "DoesNotFit", "NotReady", "Problem", "Refused", "RunExists", "RunNotFound", "SpecError",
+            "StrataError", "Unreachable", "WaitTimeout",
+        ),
+        "runs": ("Event", "LogLine", "MetricPoint", "Outputs", "Phase", "Run", "Stage"),
+        "spec": ("RunSpec", "dump_spec", "load_spec"),
+    },
+)  # fmt: skip
 
 
 def __dir__() -> list[str]:

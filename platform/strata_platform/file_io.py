@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import stat
 import time
@@ -41,6 +42,14 @@ def require_regular_files(folder: Path) -> None:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.exists() and not path.is_dir():
             require_regular_file(path)
+
+
+def folder_digest(folder: Path) -> str:
+    """`sha256:` and the digest of the names and contents of the folder's Python files."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(f"{file.relative_to(folder)} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return f"sha256:{digest.hexdigest()}"
 
 
 def write_atomic(path: Path, data: bytes, *, durable: bool) -> None:

@@ -19,6 +19,12 @@ START_SECONDS = 3600
 GRACE_SECONDS = 120
 STOP_SECONDS = GRACE_SECONDS - 20
 
+SPEC = "STRATA_SPEC"
+"""Environment variable with the run spec, in pods that `tasks.runtime.launch` starts in."""
+
+QUEUE = "kueue.x-k8s.io/queue-name"
+"""Kueue's label with the queue of an object."""
+
 TIME_LIMIT = "kueue.x-k8s.io/max-exec-time-seconds"
 """Kueue's label with the seconds that an object may hold its machines."""
 
@@ -36,7 +42,7 @@ def scheduling_labels(asked: Resources, *, trains: bool = True) -> dict[str, str
     # Training ends by itself before. This is for an attempt that never comes to train.
     seconds = str(asked.time_limit + START_SECONDS) if trains and asked.time_limit else None
     labels = {
-        "kueue.x-k8s.io/queue-name": asked.queue,
+        QUEUE: asked.queue,
         "kueue.x-k8s.io/priority-class": asked.priority,
         TIME_LIMIT: seconds,
     }

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from strata_platform.errors import SpecError
 from strata_platform.outcomes import BAD_INPUT, COMPLETE, PREEMPTED, Outcome, outcome_of_exit, outcome_of_job
-from strata_platform.pod_settings import STOP_SECONDS
+from strata_platform.pod_settings import SPEC, STOP_SECONDS
 from strata_platform.spec import dump_spec, load_spec
 from strata_platform.spec.run_spec import Topology
 from tasks.runtime.metrics import startup
@@ -29,8 +29,6 @@ from tasks.runtime.process.signals import Preempted, die_with_parent, raise_on_s
 
 log = logging.getLogger("tasks.runtime.launch")
 
-SPEC = "STRATA_SPEC"
-"""Environment variable with the run spec."""
 POD = "JOB_COMPLETION_INDEX"
 """Environment variable with the number of this pod, which Kubernetes sets in pods of an indexed Job."""
 

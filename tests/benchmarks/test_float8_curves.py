@@ -1,5 +1,8 @@
 """The program that compares loss curves: every layer multiplies in FP8, and the table has what was trained."""
 
+import subprocess
+import sys
+
 import pytest
 
 from benchmarks import float8_curves, training
@@ -40,6 +43,19 @@ def test_a_table_tells_differences_and_leaves_missing_steps_empty():
     assert rows["float8 0 - bf16 0"][:3] == ["+0.0100", "-0.0200", ""]
     assert rows["bf16 1 - bf16 0"][:2] == ["+0.1000", ""]
     assert {len(cells) for cells in rows.values()} == {float8_curves.PARTS}
+
+
+def test_a_run_that_failed_is_not_compared():
+    """One that is merely ended after a time is."""
+    codes = {"bf16 0": "0", "float8 0": "3", "bf16 1": "__import__('time').sleep(60)"}
+    programs = {name: [sys.executable, "-c", f"raise SystemExit({code})"] for name, code in codes.items()}
+    children = {name: subprocess.Popen(programs[name]) for name in ("bf16 0", "bf16 1")}
+    children["bf16 0"].wait()
+    float8_curves.wait_for(children, 0.0)
+    assert children["bf16 1"].returncode < 0
+    children = {name: subprocess.Popen(programs[name]) for name in ("bf16 0", "float8 0")}
+    with pytest.raises(SystemExit, match="float8 0 failed"):
+        float8_curves.wait_for(children, None)
 
 
 @pytest.mark.parametrize("name", float8_curves.RUNS)

@@ -17,7 +17,7 @@ from strata_platform.backends.backend import execution_name
 from strata_platform.backends.kubernetes_objects import JOB_SET, SHAPE
 from strata_platform.kubernetes_api import Object
 from strata_platform.outcomes import RETRYABLE_CODES
-from strata_platform.pod_settings import ENVIRONMENT, GRACE_SECONDS, RETRIES, scheduling_labels
+from strata_platform.pod_settings import ENVIRONMENT, GRACE_SECONDS, RETRIES, SPEC, scheduling_labels
 
 if TYPE_CHECKING:
     from strata_platform.spec import RunSpec
@@ -29,8 +29,6 @@ SUBMISSION = "strata/submission"
 """Annotation: which call of `submit` made it, to know one's own after a lost answer."""
 CANCELED = "strata/canceled"
 """Annotation: when somebody canceled it, in seconds since the epoch."""
-SPEC = "STRATA_SPEC"
-"""Environment variable with the run spec, which `tasks.runtime.launch` reads."""
 
 PORT = 29500
 # Short: the name of a pod's host has the JobSet's, this, and two numbers, and at most 63 characters.

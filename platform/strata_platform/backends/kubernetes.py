@@ -16,7 +16,7 @@ from uuid import uuid4
 from strata_platform import progress_line
 from strata_platform.backends.api_errors import translated_errors
 from strata_platform.backends.backend import Pause, already_runs, destinations, find_gpu, parse_points
-from strata_platform.backends.job_set import CANCELED, NAME, OWNER, SPEC, SUBMISSION, job_set, object_name
+from strata_platform.backends.job_set import CANCELED, NAME, OWNER, SUBMISSION, job_set, object_name
 from strata_platform.backends.kubernetes_objects import (
     JOB_SET,
     WORKLOADS,
@@ -32,11 +32,11 @@ from strata_platform.backends.kubernetes_objects import (
 from strata_platform.backends.pod_logs import PodLogs, has_begun
 from strata_platform.backends.pod_progress import PodProgress, reported, with_record, with_status
 from strata_platform.backends.run_state import RESUBMIT
-from strata_platform.errors import BackendError, NotReady, RunNotFound
+from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound
 from strata_platform.estimate.gpus import Gpu
 from strata_platform.kubernetes_api import ApiError, Object
 from strata_platform.owner import this_user
-from strata_platform.pod_settings import TIME_LIMIT, check_pods
+from strata_platform.pod_settings import QUEUE, SPEC, TIME_LIMIT, check_pods
 from strata_platform.run_layout import RunLayout
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run, Stage
 
@@ -293,7 +293,7 @@ class KubernetesBackend:
         name, uid = job["metadata"]["name"], job["metadata"]["uid"]
         with translated_errors(f"to cancel {name}"):
             self._send("PATCH", f"/{name}", {"metadata": {"annotations": {CANCELED: str(time.time())}}})
-            end = time.monotonic() + (_NOTICE_SECONDS if "kueue.x-k8s.io/queue-name" in labels_of(job) else 0.0)
+            end = time.monotonic() + (_NOTICE_SECONDS if QUEUE in labels_of(job) else 0.0)
             while True:
                 group, version, plural = WORKLOADS
                 mine = [each for each in self._namespace().list(WORKLOADS) if is_of(each, {uid})]
@@ -362,7 +362,7 @@ def _made(job: Object) -> tuple[str, int]:
     return job["metadata"]["creationTimestamp"], int(number) if number.isdigit() else 1
 
 
-def _exists(job: Object, run: Run) -> Exception:
+def _exists(job: Object, run: Run) -> RunExists:
     state = "was submitted at the same moment" if run.is_done else "has not ended"
     by = f" of {run.owner}" if run.owner else ""
     return already_runs(run.name, state, f"as JobSet {job['metadata']['name']}{by}")

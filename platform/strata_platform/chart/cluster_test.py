@@ -21,9 +21,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from strata_platform.kubernetes_answers import PYTORCHJOB, access_review, frameworks, why_inactive
+from strata_platform.pod_settings import QUEUE
 
 _TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
-_QUEUE = "kueue.x-k8s.io/queue-name"
 _KUEUE, _KUBEFLOW = ("kueue.x-k8s.io", "v1beta2"), ("kubeflow.org", "v1")
 # An all-reduce over two pods tests rendezvous, name resolution, network policies and torch at once.
 _ALL_REDUCE = """\
@@ -242,7 +242,7 @@ def _privileged() -> dict[str, Any]:
 
 def _job(name: str, template: dict[str, Any], queue: str) -> dict[str, Any]:
     """A job of two workers. Without a template it has no queue and serves only to be refused."""
-    labels = {_QUEUE: queue} if template else {}
+    labels = {QUEUE: queue} if template else {}
     pod = template or {"spec": {"containers": [{"name": "pytorch", "image": "none"}]}}
     return {
         "apiVersion": "/".join(_KUBEFLOW),

@@ -9,13 +9,12 @@ settings as JSON in the variable STRATA_RETENTION.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from pydantic import BaseModel
 from strata_platform.backends.job_set import CANCELED
 from strata_platform.backends.kubernetes_objects import FLYTE, JOB_SET
 from strata_platform.chart.value_fields import duration
+from strata_platform.file_io import LockTimeout, acquire_lock
 from strata_platform.kubernetes_api import Access, ApiError, KubernetesApi, Object, items_if_installed
 from strata_platform.run_layout import RunLayout
 
@@ -155,7 +155,7 @@ class Retention:
         def remove() -> None:
             with _locked(run.lock_file):
                 if _last_change(run.root) != changed or self._is_leased(run.root):
-                    raise BlockingIOError
+                    raise LockTimeout(str(run.lock_file))
                 # Out of the way in one step: a start finds all of it or none.
                 gone = folder.with_name(f".{folder.name}{_REMOVED}")
                 folder.rename(gone)
@@ -169,7 +169,7 @@ class Retention:
             return
         try:
             remove()
-        except BlockingIOError:
+        except LockTimeout:
             yield f"in use, so kept: {what}"
         except (OSError, ApiError) as error:
             self.failed.append(f"{what}: {error}")
@@ -197,14 +197,11 @@ def _is_complete(run: RunLayout) -> bool:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a run's lock, if the file system has locks. Raises BlockingIOError if a run holds it."""
+    """Hold a run's lock, if the file system has locks. Raises LockTimeout if a run holds it."""
     with path.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise
-        except OSError:
-            pass
+        # On a file system without locks, the lease alone tells of a run.
+        with suppress(OSError):
+            acquire_lock(file, timeout=0.0)
         yield
 
 

@@ -6,8 +6,9 @@ of `strata` take.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from strata_platform.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from strata_platform.estimate.config_shapes import shape_of
@@ -32,22 +33,14 @@ __all__ = [
     "shape_of",
 ]
 
-_MODULES = {
-    "config_shapes": ("shape_of",),
-    "gpus": ("GPUS", "Gpu"),
-    # No module has the name of a function: importing the module would put it in the function's place.
-    "layout_search": ("cheapest", "layouts"),
-    "prices": ("Price", "Prices", "parse_prices", "read_prices"),
-    "run_estimate": ("Estimate", "estimate"),
-    "shapes": ("ModelShape",),
-}
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used."""
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "config_shapes": ("shape_of",),
+        "gpus": ("GPUS", "Gpu"),
+        "layout_search": ("cheapest", "layouts"),
+        "prices": ("Price", "Prices", "parse_prices", "read_prices"),
+        "run_estimate": ("Estimate", "estimate"),
+        "shapes": ("ModelShape",),
+    },
+)

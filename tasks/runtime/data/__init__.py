@@ -9,9 +9,9 @@ Names that need torch or transformers are imported when they are first used: a t
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from strata_platform.lazy_names import lazy_names
 from strata_platform.spec.local_files import require_local_files
 from strata_platform.spec.stages import require_no_stages
 from tasks.runtime.data.fingerprint import fingerprint, recipe_of
@@ -46,13 +46,11 @@ __all__ = [
     "require_no_stages",
 ]
 
-_MODULES = {"open_prepared": "growing_mixture", "prepare": "pipeline"}
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULES.get(name, 'dataset')}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "dataset": ("PreparedData", "ReferenceLogProbs", "RowDataset", "collate", "collate_flat", "collator"),
+        "growing_mixture": ("open_prepared",),
+        "pipeline": ("prepare",),
+    },
+)

@@ -7,7 +7,6 @@ configuration's `model_type`, with `trust_remote_code=False`: no other folder's 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from pathlib import Path
@@ -18,6 +17,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
 from transformers.utils import cached_file
 
+from strata_platform.file_io import folder_digest
 from strata_platform.spec.model import Model
 from tasks.runtime.models.pretrained import readable
 
@@ -94,14 +94,6 @@ def code_of(model: Model) -> str:
 def model_code(model: Model) -> dict[str, str]:
     """The code of `code_of` by the name of the model; empty for a model whose code is transformers'."""
     return {model.name: code_of(model)} if model.trust_remote_code else {}
-
-
-def folder_digest(folder: Path) -> str:
-    """`sha256:` and the digest of the names and contents of the folder's Python files."""
-    digest = hashlib.sha256()
-    for file in sorted(folder.rglob("*.py")):
-        digest.update(f"{file.relative_to(folder)} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
-    return f"sha256:{digest.hexdigest()}"
 
 
 def _require_own(model: str, name: str, reference: object) -> None:

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from strata_platform.errors import SpecError
+from strata_platform.file_io import folder_digest
 from strata_platform.spec import RunSpec
 from strata_platform.spec.model import Model
 from tasks.runtime.data import PreparedData, recipe_of
@@ -17,7 +18,7 @@ from tasks.runtime.evaluation.evaluate_model import evaluate
 from tasks.runtime.export.export_model import export
 from tasks.runtime.models import custom_code
 from tasks.runtime.models.build import build_model, load_config
-from tasks.runtime.models.custom_code import code_of, folder_digest, register_custom_code
+from tasks.runtime.models.custom_code import code_of, register_custom_code
 from tasks.runtime.models.trained_weights import collect_weights
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tests.runtime.helpers.pretrained_folder import save_pretrained
