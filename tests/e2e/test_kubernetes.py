@@ -13,7 +13,7 @@ from strata_platform.client import Client
 from strata_platform.errors import RunExists
 from strata_platform.kubernetes_api import ApiError
 from strata_platform.runs import Phase, Stage
-from tests.e2e.helpers.cluster import MIDDLE, NAMESPACE, SPEC, named, until
+from tests.e2e.helpers.cluster import MIDDLE, NAMESPACE, PATIENCE, SPEC, named, until
 
 STEPS = SPEC["training"]["steps"]
 JOBSETS = ("jobset.x-k8s.io", "v1alpha2", NAMESPACE, "jobsets")
@@ -48,7 +48,7 @@ def alone(cluster, runs):
     """A run that nothing disturbs."""
     spec = named("alone")
     runs.submit(spec)
-    ended = runs.wait(spec.name)
+    ended = runs.wait(spec.name, timeout=PATIENCE)
     assert ended.phase is Phase.SUCCEEDED, ended.message
     return spec, ended
 
@@ -76,7 +76,7 @@ def test_a_lost_pod_costs_the_steps_since_the_checkpoint_and_no_bit(cluster, run
     chosen = f"strata/run={spec.name},batch.kubernetes.io/job-completion-index=1"
     (pod,) = cluster.core.list_namespaced_pod(NAMESPACE, label_selector=chosen).items
     cluster.core.delete_namespaced_pod(pod.metadata.name, NAMESPACE, grace_period_seconds=0)
-    ended = runs.wait(spec.name)
+    ended = runs.wait(spec.name, timeout=PATIENCE)
     assert (ended.phase, ended.restarts, ended.step) == (Phase.SUCCEEDED, 1, STEPS), ended.message
     assert losses(cluster, spec) == losses(cluster, alone[0])
     # The log has both attempts, of both ranks.
@@ -100,7 +100,7 @@ def test_a_canceled_run_gives_its_machines_to_the_next_and_is_continued(cluster,
     until("the next one starts", lambda: runs.get(waits.name).phase is Phase.RUNNING)
     assert runs.cancel(waits.name).phase is Phase.ABORTED
     assert runs.submit(spec).where.endswith("-x2")
-    ended = runs.wait(spec.name)
+    ended = runs.wait(spec.name, timeout=PATIENCE)
     assert (ended.phase, ended.restarts) == (Phase.SUCCEEDED, 1), ended.message
     assert losses(cluster, spec) == losses(cluster, alone[0])
 
@@ -123,7 +123,7 @@ def test_of_two_submissions_at_once_one_trains(cluster, runs):
 def test_a_mistake_in_the_spec_ends_the_run_at_once_with_its_sentence(cluster, runs):
     spec = named("mistake", data={"source": "/runs/nowhere.jsonl"})
     runs.submit(spec)
-    ended = runs.wait(spec.name)
+    ended = runs.wait(spec.name, timeout=PATIENCE)
     assert (ended.phase, ended.restarts) == (Phase.FAILED, 0)
     assert "/runs/nowhere.jsonl" in ended.message
 

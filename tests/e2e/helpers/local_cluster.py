@@ -90,9 +90,8 @@ def shell(command: list[str], *, limit: float, text: str | None = None) -> str:
 @contextmanager
 def started(command: list[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
     """A command with all that it starts, which ends with the block at the latest."""
-    known = {"KC": str(STATE), "VENV": sys.prefix, "PYROOT": sys.base_prefix}
     options = {"stdin": subprocess.DEVNULL, **{name: to for name, to in options.items() if to is not None}}
-    process = subprocess.Popen(command, env=os.environ | known, text=True, start_new_session=True, **options)
+    process = subprocess.Popen(command, text=True, start_new_session=True, **options)
     try:
         yield process
     except BaseException:
@@ -494,6 +493,8 @@ WITHIN: dict[str, Callable[[], int | None]] = {
 def main(verb: str, *arguments: str) -> int:
     """Do what the command line says; the exit status."""
     signal.signal(signal.SIGTERM, _end)
+    # For every script that is started from here, by helpers too: each looks below TMPDIR where KC is not set.
+    os.environ.update(KC=str(STATE), VENV=sys.prefix, PYROOT=sys.base_prefix)
     verbs = {"build": build, "up": up, "down": down, "test": lambda: test([*arguments])}
     verbs |= WITHIN
     lock = nullcontext if verb in WITHIN else alone

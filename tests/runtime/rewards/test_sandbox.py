@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from tasks.runtime.rewards import sandbox
 from tasks.runtime.rewards.sandbox import run_tests
 
 
@@ -47,3 +48,13 @@ def test_code_has_no_network_where_namespaces_can_be_made():
     code = f"import socket\ntry:\n    {connect}\nexcept OSError as error:\n    found = error.errno"
     # In a network of its own not even the loopback device is up.
     assert passes(code, "import errno\nassert found == errno.ENETUNREACH")
+
+
+def test_that_code_has_network_is_told_once(monkeypatch, tmp_path, capfd):
+    # A process that could not make a namespace.
+    start = "import os, sys\nos.write(int(sys.argv[1]), b'-')\nos.execv(sys.executable, [sys.executable, sys.argv[4]])"
+    (tmp_path / "start.py").write_text(start)
+    monkeypatch.setattr(sandbox, "__file__", str(tmp_path / "start.py"))
+    sandbox._tell_of_network.cache_clear()
+    assert passes("x = 1") and not passes("1 / 0")
+    assert capfd.readouterr().err.count("code of answers has network") == 1
