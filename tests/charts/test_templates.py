@@ -411,8 +411,8 @@ def test_nodes_that_train_hold_the_image(rendered):
 
 def test_policies_know_the_queues_of_each_tenant(rendered):
     found = of_kind(rendered["teams"], "ValidatingAdmissionPolicy")
-    policies = [each for each in found if not each["metadata"]["name"].endswith("-jobsets")]
-    assert (len(found), len(policies)) == (3, 2)
+    policies = [each for each in found if not each["metadata"]["name"].endswith(("-jobsets", "-workloads"))]
+    assert (len(found), len(policies)) == (4, 2)
     for policy in policies:
         # An API server that saw a policy with parameters go never finds those of the next installation.
         assert "paramKind" not in policy["spec"]
@@ -430,6 +430,13 @@ def test_policies_know_the_queues_of_each_tenant(rendered):
     own, before = queue.format("object"), queue.format("oldObject")
     same = f"request.operation == 'UPDATE' && {own} == {before}"
     assert jobs["validations"][0]["expression"] == f"{same} || {own} != '' && {own} in variables.queues"
+    # Or start it, or change what its workload asks for: only Kueue may.
+    kueue = "authorizer.group('kueue.x-k8s.io').resource('workloads').subresource('status')"
+    (workloads,) = [each["spec"] for each in found if each["metadata"]["name"].endswith("-workloads")]
+    for start, policy in ((1, jobs), (0, workloads)):
+        (rule,) = policy["validations"][start:]
+        assert f"|| {kueue}" in rule["expression"]
+    assert "active" not in workloads["validations"][0]["expression"]
     # Flyte retries what is Forbidden, and ends a run whose object is Invalid.
     assert [policy["spec"]["validations"][0]["reason"] for policy in policies] == ["Invalid", "Invalid"]
     assert of_kind(rendered["objects-elsewhere"], "ValidatingAdmissionPolicy") == []

@@ -1,7 +1,9 @@
 """Tests on a cluster with everything installed, skipped where there is none; docs/testing.md says how to get one."""
 
 import os
+import signal
 import warnings
+from contextlib import contextmanager
 
 import pytest
 
@@ -28,6 +30,44 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "tests/e2e" in item.path.as_posix():
                 item.add_marker(skip)
+
+
+# Seconds that a test may take, and its fixtures, too: clients of Flyte and Kubernetes have waits without a limit.
+LIMIT, SLOW_LIMIT = 600, 1500
+
+
+@contextmanager
+def limited(item):
+    seconds = SLOW_LIMIT if item.get_closest_marker("slow") else LIMIT
+
+    def over(number, frame):
+        raise TimeoutError(f"{item.nodeid} takes longer than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    with limited(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    with limited(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item):
+    with limited(item):
+        return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import pytest
 
 from strata_platform.errors import BackendError
 from strata_platform.runs import Phase, Stage
-from tests.e2e.helpers.cluster import named, until
+from tests.e2e.helpers.cluster import PATIENCE, named, until
 
 pytestmark = [
     pytest.mark.slow,
@@ -44,4 +44,4 @@ def test_runs_are_known_and_go_on_after_the_database_was_lost_and_restored(clust
         assert until("it answers", lambda: listed(strata)) == before
         # Its phase and times are of the database, its losses of the object store.
         assert complete.phase is Phase.SUCCEEDED and strata.get(undisturbed.spec.name) == complete
-    assert strata.wait(spec.name).phase is Phase.SUCCEEDED
+    assert strata.wait(spec.name, timeout=PATIENCE).phase is Phase.SUCCEEDED

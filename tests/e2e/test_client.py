@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from strata_platform.backends.flyte_messages import NAME, OWNER, spec_inputs
 from strata_platform.errors import BackendError, RunExists, RunNotFound
 from strata_platform.runs import Phase, Stage
 from tasks.runtime.run_folder.record import CompletionRecord
-from tests.e2e.helpers.cluster import DOMAIN, MIDDLE, NO_ROOM, PROJECT, ROOT, SPEC, Run, named, until
+from tests.e2e.helpers.cluster import DOMAIN, MIDDLE, NO_ROOM, PATIENCE, PROJECT, ROOT, SPEC, Run, beside, named, until
 
 STEPS = SPEC["training"]["steps"]
 
@@ -145,14 +144,13 @@ def test_a_run_that_goes_on_is_one_and_is_canceled_and_its_name_used_again(clust
 def test_of_two_submissions_at_once_one_trains(cluster, strata):
     spec = named("twin")
 
-    def submit(_):
+    def submit():
         try:
             return strata.submit(spec)
         except RunExists as error:
             return error
 
-    with ThreadPoolExecutor(2) as threads:
-        results = list(threads.map(submit, range(2)))
+    results = [each.result(PATIENCE) for each in [beside(submit), beside(submit)]]
     assert sorted(isinstance(result, RunExists) for result in results) == [False, True]
     cluster.until_settled(spec.name)
     assert strata.get(spec.name).where.endswith(f"/{spec.name}")

@@ -2,18 +2,20 @@
 
 import json
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 from kubernetes import client
 
+from strata_platform.backends.job_set import job_set
 from strata_platform.backends.kubernetes import KubernetesBackend
+from strata_platform.backends.kubernetes_objects import WORKLOADS, is_of
 from strata_platform.client import Client
 from strata_platform.errors import RunExists
 from strata_platform.kubernetes_api import ApiError
+from strata_platform.pod_settings import QUEUE, TIME_LIMIT
 from strata_platform.runs import Phase, Stage
-from tests.e2e.helpers.cluster import MIDDLE, NAMESPACE, PATIENCE, SPEC, named, until
+from tests.e2e.helpers.cluster import MIDDLE, NAMESPACE, PATIENCE, SPEC, beside, named, until
 
 STEPS = SPEC["training"]["steps"]
 JOBSETS = ("jobset.x-k8s.io", "v1alpha2", NAMESPACE, "jobsets")
@@ -44,19 +46,42 @@ def until_step(cluster, runs, spec, step):
 
 
 @pytest.fixture(scope="module")
-def alone(cluster, runs):
-    """A run that nothing disturbs."""
-    spec = named("alone")
+def killed(cluster, runs):
+    """A run that loses a pod in the middle of its training: its spec, its end, and the lines of its log."""
+    spec = named("killed")
     runs.submit(spec)
+    lines = beside(lambda: list(runs.logs(spec.name, follow=True)))
+    until_step(cluster, runs, spec, MIDDLE)
+    chosen = f"strata/run={spec.name},batch.kubernetes.io/job-completion-index=1"
+    (pod,) = cluster.core.list_namespaced_pod(NAMESPACE, label_selector=chosen).items
+    cluster.core.delete_namespaced_pod(pod.metadata.name, NAMESPACE, grace_period_seconds=0)
     ended = runs.wait(spec.name, timeout=PATIENCE)
-    assert ended.phase is Phase.SUCCEEDED, ended.message
-    return spec, ended
+    return spec, ended, lines.result(60)
 
 
-def test_a_run_is_prepared_trained_evaluated_and_exported(cluster, runs, alone):
-    spec, ended = alone
-    assert (ended.step, ended.steps, ended.restarts) == (STEPS, STEPS, 0)
-    assert {point.step for point in runs.metrics(spec.name)} == set(range(1, STEPS + 1))
+def test_a_lost_pod_costs_the_steps_since_the_checkpoint_and_no_bit(cluster, undisturbed, killed):
+    spec, ended, lines = killed
+    assert (ended.phase, ended.restarts, ended.step) == (Phase.SUCCEEDED, 1, STEPS), ended.message
+    # With Flyte or without, the same processes compute the same.
+    undisturbed.wait()
+    assert losses(cluster, spec) == undisturbed.losses()
+    # The log has both attempts, of both ranks.
+    assert {line.attempt for line in lines} == {0, 1} and {line.rank for line in lines} >= {0, 1}
+    assert first_again(cluster, spec) > 1
+
+
+def first_again(cluster, spec):
+    """The first step of the second attempt, which follows a checkpoint."""
+    step = next(point["step"] for point in points(cluster, spec) if point["attempt"] == 1)
+    assert step % SPEC["checkpoint"]["every"] == 1
+    return step
+
+
+def test_a_run_is_prepared_trained_evaluated_and_exported(cluster, runs, killed):
+    spec, ended, _ = killed
+    assert (ended.step, ended.steps) == (STEPS, STEPS)
+    # Of the pods that are left, those of the last attempt.
+    assert {point.step for point in runs.metrics(spec.name)} == set(range(first_again(cluster, spec), STEPS + 1))
     text = [line.text for line in runs.logs(spec.name)]
     assert any(line.startswith("validation loss") for line in text) and not any("@strata" in line for line in text)
     assert {"Submitted", "Admitted", "Scheduled", "Succeeded"} <= {event.reason for event in runs.events(spec.name)}
@@ -67,27 +92,7 @@ def test_a_run_is_prepared_trained_evaluated_and_exported(cluster, runs, alone):
     assert listed.phase is Phase.SUCCEEDED
 
 
-def test_a_lost_pod_costs_the_steps_since_the_checkpoint_and_no_bit(cluster, runs, alone):
-    spec = named("killed")
-    runs.submit(spec)
-    pool = ThreadPoolExecutor(1)
-    lines = pool.submit(lambda: list(runs.logs(spec.name, follow=True)))
-    until_step(cluster, runs, spec, MIDDLE)
-    chosen = f"strata/run={spec.name},batch.kubernetes.io/job-completion-index=1"
-    (pod,) = cluster.core.list_namespaced_pod(NAMESPACE, label_selector=chosen).items
-    cluster.core.delete_namespaced_pod(pod.metadata.name, NAMESPACE, grace_period_seconds=0)
-    ended = runs.wait(spec.name, timeout=PATIENCE)
-    assert (ended.phase, ended.restarts, ended.step) == (Phase.SUCCEEDED, 1, STEPS), ended.message
-    assert losses(cluster, spec) == losses(cluster, alone[0])
-    # The log has both attempts, of both ranks.
-    found = lines.result(60)
-    pool.shutdown()
-    assert {line.attempt for line in found} == {0, 1} and {line.rank for line in found} >= {0, 1}
-    again = next(p["step"] for p in points(cluster, spec) if p["attempt"] == 1)
-    assert again % SPEC["checkpoint"]["every"] == 1 and again > 1
-
-
-def test_a_canceled_run_gives_its_machines_to_the_next_and_is_continued(cluster, runs, alone):
+def test_a_canceled_run_gives_its_machines_to_the_next_and_is_continued(cluster, runs, undisturbed):
     spec, waits = named("canceled-alone"), named("waits", resources={"queue": "express"})
     runs.submit(spec)
     with pytest.raises(RunExists, match="has not ended, as JobSet"):
@@ -102,36 +107,38 @@ def test_a_canceled_run_gives_its_machines_to_the_next_and_is_continued(cluster,
     assert runs.submit(spec).where.endswith("-x2")
     ended = runs.wait(spec.name, timeout=PATIENCE)
     assert (ended.phase, ended.restarts) == (Phase.SUCCEEDED, 1), ended.message
-    assert losses(cluster, spec) == losses(cluster, alone[0])
+    undisturbed.wait()
+    assert losses(cluster, spec) == undisturbed.losses()
 
 
 def test_of_two_submissions_at_once_one_trains(cluster, runs):
     spec = named("twin-alone")
 
-    def submit(_):
+    def submit():
         try:
             return Client(KubernetesBackend(NAMESPACE, image=cluster.image)).submit(spec)
         except RunExists as error:
             return error
 
-    with ThreadPoolExecutor(2) as threads:
-        results = list(threads.map(submit, range(2)))
+    results = [each.result(PATIENCE) for each in [beside(submit), beside(submit)]]
     assert sorted(isinstance(result, RunExists) for result in results) == [False, True]
     assert runs.cancel(spec.name).phase is Phase.ABORTED
 
 
 def test_a_mistake_in_the_spec_ends_the_run_at_once_with_its_sentence(cluster, runs):
-    spec = named("mistake", data={"source": "/runs/nowhere.jsonl"})
+    # As written: the spec travels in a variable, of whose text Kubernetes replaces $$ and $(NAME).
+    source = "/runs/$$nowhere-$(MASTER_PORT).jsonl"
+    spec = named("mistake", data={"source": source})
     runs.submit(spec)
     ended = runs.wait(spec.name, timeout=PATIENCE)
     assert (ended.phase, ended.restarts) == (Phase.FAILED, 0)
-    assert "/runs/nowhere.jsonl" in ended.message
+    assert f"data.source {source!r} was not found" in ended.message
 
 
-def test_members_see_runs_and_only_submitters_start_and_cancel_them(cluster, runs, alone):
+def test_members_see_runs_and_only_submitters_start_and_cancel_them(cluster, runs):
     def may(user, verb, resource, group):
         command = ["kubectl", "auth", "can-i", verb, f"{resource}.{group}", "-n", NAMESPACE, f"--as={user}"]
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip() == "yes"
+        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip() == "yes"
 
     for verb, ada, grace in (
         ("list", True, True),
@@ -142,7 +149,11 @@ def test_members_see_runs_and_only_submitters_start_and_cancel_them(cluster, run
         assert may("ada", verb, "jobsets", "jobset.x-k8s.io") is ada
         assert may("grace", verb, "jobsets", "jobset.x-k8s.io") is grace
     assert not may("ada", "patch", "workloads", "kueue.x-k8s.io")
-    # What a submitter sends, with the submitter's rights and no other.
+
+
+@pytest.fixture
+def of_grace(cluster, runs):
+    """A run of a submitter's that waits, with the backend that has the submitter's rights and no other."""
     own = KubernetesBackend(NAMESPACE, image=cluster.image)
     api = own._namespace().api
     api.access = replace(api.access, headers={"Impersonate-User": "grace"})
@@ -150,7 +161,38 @@ def test_members_see_runs_and_only_submitters_start_and_cancel_them(cluster, run
     with cluster.held("express"):
         Client(own).submit(spec)
         until("it waits", lambda: Client(own).get(spec.name).stage is Stage.WAITING)
+        yield own, spec.name
         assert Client(own).cancel(spec.name).phase is Phase.ABORTED
+
+
+def of_job(own, name):
+    return f"/apis/jobset.x-k8s.io/v1alpha2/namespaces/{NAMESPACE}/jobsets/{name}"
+
+
+def of_workload(own, name):
+    uid = own._fetch(name)["metadata"]["uid"]
+    (workload,) = [each for each in own._namespace().list(WORKLOADS) if is_of(each, {uid})]
+    return f"/apis/kueue.x-k8s.io/v1beta2/namespaces/{NAMESPACE}/workloads/{workload['metadata']['name']}"
+
+
+# Ways around the queue, and the words that refuse them.
+AROUND = {
+    "without-its-queue": (of_job, {"metadata": {"labels": {QUEUE: None}}}, "has to name a queue of its namespace"),
+    "into-another-queue": (of_job, {"metadata": {"labels": {QUEUE: "rival"}}}, "has to name a queue of its namespace"),
+    "resumed": (of_job, {"spec": {"suspend": False}}, "its queue resumes it"),
+    "first-in-the-queue": (of_workload, {"spec": {"priority": 10**6}}, "only spec.active of a workload may be changed"),
+}
+
+
+def test_a_run_that_waits_starts_by_its_queue_alone(of_grace):
+    own, name = of_grace
+    for path, change, reason in AROUND.values():
+        with pytest.raises(ApiError, match=reason):
+            own._namespace().api.request("PATCH", path(own, name), change)
+    api, path = own._namespace().api, of_workload(own, name)
+    fewer = [each | {"count": 1} for each in api.get(path)["spec"]["podSets"]]
+    with pytest.raises(ApiError, match=r"only spec\.active of a workload"):
+        api.request("PATCH", path, {"spec": {"podSets": fewer}})
 
 
 def test_pods_that_pretend_to_be_of_a_jobset_are_refused(cluster, runs):
@@ -167,3 +209,35 @@ def test_pods_that_pretend_to_be_of_a_jobset_are_refused(cluster, runs):
     }  # fmt: skip
     with pytest.raises(ApiError, match="a training job has to name a queue of its namespace"):
         runs.backend._send("POST", "", body)
+
+
+@pytest.mark.slow
+def test_a_run_out_of_time_is_saved_and_not_retried(cluster, runs):
+    limit = {"training": {"steps": 10_000}, "checkpoint": {"every": 10_000}, "resources": {"time_limit": 20}}
+    spec = named("limited-alone", **limit)
+    runs.submit(spec)
+    job = runs.backend._newest(spec.name)
+    assert job["metadata"]["labels"][TIME_LIMIT] == "3620"
+    ended = runs.wait(spec.name, timeout=PATIENCE)
+    assert (ended.phase, ended.restarts) == (Phase.FAILED, 0)
+    assert "resources.time_limit: 20 s of training are used up" in ended.message
+    saved = cluster.window("ls", f"{spec.output}/{spec.name}/checkpoints").split()
+    # Of the notice, two seconds before the end, and of the end.
+    assert len(saved) == 2 and points(cluster, spec)[-1]["step"] < 10_000
+
+
+@pytest.mark.slow
+def test_kueue_ends_a_run_that_holds_its_machines_for_too_long(cluster, runs):
+    spec = named("held-too-long", resources={"time_limit": 60})
+    template, image = runs.backend._template("strata")
+    body = job_set(spec.name, spec, template, image, "ada", "submission")
+    # In place of an hour more than the limit.
+    body["metadata"]["labels"][TIME_LIMIT] = "5"
+    runs.backend._send("POST", "", body)
+    ended = runs.wait(spec.name, timeout=PATIENCE)
+    assert ended.phase is Phase.FAILED and "held its machines for longer than resources.time_limit" in ended.message
+    (listed,) = [run for run in runs.list() if run.name == spec.name]
+    assert listed.phase is Phase.FAILED
+    # It may be submitted again.
+    assert runs.submit(spec).where.endswith("-x2")
+    assert runs.cancel(spec.name).phase is Phase.ABORTED

@@ -119,11 +119,11 @@ def restart_operator(cluster, run):
 
 def cut_store(cluster, run):
     """For a minute nobody reaches the object store, in which training ends and its weights are to be handed on."""
-    subprocess.run(os.environ["STRATA_E2E_STORE_OFF"], shell=True, check=True)
+    subprocess.run(os.environ["STRATA_E2E_STORE_OFF"], shell=True, check=True, timeout=30)
     try:
         time.sleep(60)
     finally:
-        subprocess.run(os.environ["STRATA_E2E_STORE_ON"], shell=True, check=True)
+        subprocess.run(os.environ["STRATA_E2E_STORE_ON"], shell=True, check=True, timeout=30)
 
 
 @slow

@@ -6,8 +6,11 @@ import time
 
 import pytest
 
+from strata_platform.backends.kubernetes import KubernetesBackend
+from strata_platform.client import Client
+from strata_platform.runs import Phase, Stage
 from tasks.runtime.run_folder.record import CompletionRecord
-from tests.e2e.helpers.cluster import MIDDLE, SUCCEEDED, until
+from tests.e2e.helpers.cluster import MIDDLE, NAMESPACE, PATIENCE, SUCCEEDED, named, until
 
 pytestmark = [
     pytest.mark.slow,
@@ -18,8 +21,10 @@ pytestmark = [
 ]
 
 FLAVORS = "kueue.x-k8s.io", "v1beta2", "resourceflavors"
-PAIR = {"resources": {"cpu": "500m"}}
-ALONE = {"topology": {"nnodes": 1}, "parallel": {"type": "single"}, "resources": {"cpu": "600m", "memory": "2Gi"}}
+# Three runs with four pods, which train at the same time.
+SMALL = {"cpu": "400m", "memory": "2Gi"}
+PAIR = {"resources": SMALL}
+ALONE = {"topology": {"nnodes": 1}, "parallel": {"type": "single"}, "resources": SMALL}
 # So many steps that it still trains when the stack is upgraded and when it is removed.
 LONG = {"training": {"steps": 1000}, "checkpoint": {"every": 50}}
 
@@ -54,14 +59,31 @@ def uids(run):
 def test_runs_go_on_after_the_stack_was_upgraded_and_removed_and_installed_again(cluster, undisturbed, theirs):
     undisturbed.wait()
     losses, before = undisturbed.losses(), kinds()
+    jobsets = Client(KubernetesBackend(NAMESPACE, image=cluster.image), poll=0.5)
+    canceled = named("canceled-before", resources={"queue": "express"})
+    without_flyte = named("without-flyte", **ALONE, **LONG)
+
+    def record_of(spec):
+        return CompletionRecord.model_validate_json(cluster.window("cat", f"{spec.output}/{spec.name}/record.json"))
+
+    def step_of(spec):
+        run = jobsets.get(spec.name)
+        assert not run.is_done, run.message
+        return run.step or 0
+
     with cluster.held("express"):
         waits = cluster.submit("waits", resources={"queue": "express"})
-        gated = cluster.submit("gated", **ALONE | {"resources": ALONE["resources"] | {"queue": "express"}})
+        gated = cluster.submit("gated", **ALONE | {"resources": SMALL | {"queue": "express"}})
+        jobsets.submit(canceled)
+        until("the JobSet waits", lambda: jobsets.get(canceled.name).stage is Stage.WAITING)
+        assert jobsets.cancel(canceled.name).phase is Phase.ABORTED
         until("the job waits", waits.jobs)
         until("the pod waits", lambda: [pod for pod in gated.pods("dn0") if pod.spec.scheduling_gates])
         pair, alone = cluster.submit("pair", **PAIR, **LONG), cluster.submit("alone", **ALONE, **LONG)
+        jobsets.submit(without_flyte)
         for run in (pair, alone):
             run.until_step(MIDDLE)
+        until("the JobSet trains", lambda: step_of(without_flyte) >= MIDDLE)
     pods = uids(pair) | uids(alone)
     shell("STRATA_E2E_UPGRADE")
     assert uids(pair) | uids(alone) == pods, "the upgrade stopped training"
@@ -73,6 +95,7 @@ def test_runs_go_on_after_the_stack_was_upgraded_and_removed_and_installed_again
     # Jobs and what they wrote are there, and nothing trains on unseen.
     assert pair.job()["spec"]["runPolicy"]["suspend"] and waits.job()["spec"]["runPolicy"]["suspend"]
     assert not pair.pods("worker") and not any(cluster.is_running(pod.metadata.name) for pod in alone.pods())
+    assert jobsets.get(without_flyte.name).stage is Stage.WAITING
 
     shell("STRATA_E2E_INSTALL")
     assert kinds() == before
@@ -82,6 +105,12 @@ def test_runs_go_on_after_the_stack_was_upgraded_and_removed_and_installed_again
         assert {node["phase"] for node in cluster.kept(run.id)["status"]["nodeStatus"].values()} == {SUCCEEDED}
         record = CompletionRecord.model_validate_json(run.file("record.json"))
         assert (record.status, record.restarts) == ("complete", restarts)
+    ended = jobsets.wait(without_flyte.name, timeout=PATIENCE)
+    assert (ended.phase, ended.restarts) == (Phase.SUCCEEDED, 0), ended.message
+    assert record_of(without_flyte).restarts == 1
+    # Canceled is canceled, whatever Kueue has forgotten.
+    assert jobsets.get(canceled.name).phase is Phase.ABORTED
+    assert jobsets.backend._newest(canceled.name)["spec"]["suspend"]
     assert waits.losses() == losses
     # Of the attempts that Flyte makes of a task, a removal costs a single pod one.
     assert [pod.metadata.name.rpartition("-")[2] for pod in alone.pods("dn0")] == ["1"] and pair.attempt() == 0

@@ -6,9 +6,10 @@ import copy
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,7 +43,7 @@ SHARE = ("kueue.x-k8s.io", "v1beta2", "clusterqueues", VALUES["queues"]["cluster
 # A step between two checkpoints: those since the one before are lost, and done once more.
 MIDDLE = 15
 # Seconds that anything may take, waiting for other runs included. On two idle cores a tenth of it is enough.
-PATIENCE = 900
+PATIENCE = 400
 
 # Kueue's, of a run that its queue has no place for.
 NO_ROOM = "insufficient unused quota"
@@ -62,6 +63,20 @@ def until(what: str, ask: Callable[[], T], seconds: float = PATIENCE) -> T:
             raise TimeoutError(f"{what}: not so after {seconds:.0f} s, {answer!r}")
         time.sleep(0.25)
     return answer
+
+
+def beside(do: Callable[[], T]) -> Future[T]:
+    """What `do` returns, from a thread. Python ends without it; for the threads of an executor it would wait."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(do())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result
 
 
 def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -352,8 +367,6 @@ class Followed:
         spec = named(name)
         self.submitted, self.seen = runs.submit(spec), list[LookedAt]()
         self.run = Run(cluster, spec, cluster.remote.fetch_execution(name=spec.name))
-        pool = ThreadPoolExecutor(3)
-        self.end = pool.submit(runs.wait, spec.name, show=self.seen.append)
-        self.lines = pool.submit(lambda: list(runs.logs(spec.name, follow=True)))
-        self.points = pool.submit(lambda: list(runs.metrics(spec.name, follow=True)))
-        pool.shutdown(wait=False)
+        self.end = beside(lambda: runs.wait(spec.name, show=self.seen.append))
+        self.lines = beside(lambda: list(runs.logs(spec.name, follow=True)))
+        self.points = beside(lambda: list(runs.metrics(spec.name, follow=True)))

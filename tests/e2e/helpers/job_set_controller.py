@@ -35,7 +35,7 @@ def build(scripts: Path, state: Path) -> None:
         (root / "tmp").chmod(0o1777)
         shutil.copy2(program, root / "manager")
         made = ["registry.local/jobset:1", str(state / "images" / "jobset.tar"), "65532", "/manager"]
-        subprocess.run(["python3", str(scripts / "mkimage.py"), str(root), *made], check=True)
+        subprocess.run(["python3", str(scripts / "mkimage.py"), str(root), *made], check=True, timeout=60)
 
 
 def start_names(scripts: Path, state: Path) -> None:

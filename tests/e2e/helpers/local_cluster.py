@@ -457,15 +457,29 @@ def run_tests(arguments: list[str]) -> int:
     os.environ.update(STRATA_E2E_STORE_OFF=f"iptables -I {reject}", STRATA_E2E_STORE_ON=f"iptables -D {reject}")
     again = f"cd {ROOT} && {sys.executable} -m {__spec__.name}"
     os.environ.update({f"STRATA_E2E_{verb.split('-')[0].upper()}": f"{again} {verb}" for verb in WITHIN})
-    python = [sys.executable, "-m", "pytest", str(ROOT / "tests" / "e2e"), *arguments]
+    # Each test is named before it begins.
+    python = [sys.executable, "-m", "pytest", "-v", "--durations=15", str(ROOT / "tests" / "e2e"), *arguments]
+    status = None
     with accounts() as endpoint:
         os.environ.update(STRATA_E2E_ACCOUNTS=endpoint)
-        with started([str(SCRIPTS / "ns.sh"), *python], cwd=ROOT) as process:
-            status = process.wait()
-    if status:
-        print(inside("kubectl", "get", "pods,workloads", "--all-namespaces", limit=30))
-        print(inside("kubectl", "get", "events", "--all-namespaces", "--sort-by=.lastTimestamp", limit=30)[-6000:])
+        try:
+            with started([str(SCRIPTS / "ns.sh"), *python], cwd=ROOT) as process:
+                status = process.wait()
+        finally:
+            # Whoever ends this program from outside gets to see it, too.
+            if status != 0:
+                show_state()
     return status
+
+
+def show_state() -> None:
+    """What the cluster is doing, as far as it answers."""
+    for what in ("pods,workloads,jobsets", "events"):
+        try:
+            told = inside("kubectl", "get", what, "--all-namespaces", "--sort-by=.metadata.creationTimestamp", limit=10)
+        except (OSError, subprocess.SubprocessError) as error:
+            told = f"{what}: {error}"
+        print(told[-6000:], flush=True)
 
 
 def test(arguments: list[str]) -> int:

@@ -53,7 +53,7 @@ def pack(scripts: Path, images: Path) -> None:
         shutil.copy2("/bin/busybox", Path(root) / "bin" / "sh")
         (Path(root) / "usr/local/bin/flyte").symlink_to("/flyte")
         made = [f"registry.local/{IMAGE}:1", str(images / f"{IMAGE}.tar"), "65532", "/flyte"]
-        subprocess.run(["python3", str(scripts / "mkimage.py"), root, *made], check=True)
+        subprocess.run(["python3", str(scripts / "mkimage.py"), root, *made], check=True, timeout=120)
 
 
 def configure(flyte: dict[str, Any], host: str, address: str, projects: list[str]) -> None:
@@ -113,8 +113,8 @@ def client_secret(name: str, namespace: str) -> dict[str, Any]:
 def install_provider(folder: Path) -> None:
     """The identity provider's package, in an environment of its own."""
     if not (folder / "bin" / "oidc-provider-mock").exists():
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        subprocess.run([folder / "bin" / "pip", "install", "--quiet", PROVIDER], check=True)
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=120)
+        subprocess.run([folder / "bin" / "pip", "install", "--quiet", PROVIDER], check=True, timeout=300)
 
 
 def start_provider(enter: list[str], folder: Path, host: str) -> None:
@@ -125,7 +125,7 @@ def start_provider(enter: list[str], folder: Path, host: str) -> None:
     (folder / "pid").write_text(str(process.pid))
     ask = [*enter, sys.executable, "-c", f"import socket; socket.create_connection(('{host}', {_PROVIDER_PORT}), 5)"]
     end = time.monotonic() + 30
-    while subprocess.run(ask, stderr=subprocess.DEVNULL).returncode:
+    while subprocess.run(ask, stderr=subprocess.DEVNULL, timeout=30).returncode:
         if time.monotonic() > end:
             raise subprocess.SubprocessError(f"the identity provider does not start: {(folder / 'log').read_text()}")
         time.sleep(0.2)
