@@ -127,8 +127,8 @@ def training_task(nnodes: int, nproc_per_node: int) -> PythonTask[Any]:
             monitor_interval=MONITOR_SECONDS,
             # Without read_timeout a slow first pod breaks the rendezvous of the others.
             rdzv_configs={"timeout": 900, "join_timeout": 900, "read_timeout": 900},
-            # However the job ends, its pods must release their GPUs.
-            run_policy=RunPolicy(clean_pod_policy=CleanPodPolicy.ALL),
+            # However the job ends, its pods must release their GPUs. Those that have ended keep their logs.
+            run_policy=RunPolicy(clean_pod_policy=CleanPodPolicy.RUNNING),
         ),
         retries=RETRIES,
         environment=ENVIRONMENT,

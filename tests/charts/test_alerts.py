@@ -34,7 +34,7 @@ def run(step="0+10x400", evaluating=f"0{FOREVER}", checkpoints="0+1x400", target
     """A run that trains and saves, with what is given in place of that."""
     values = {
         "strata_step": step, "strata_target_steps": target, "strata_evaluating": evaluating,
-        "strata_checkpoint_seconds_total": checkpoints, "strata_mfu_ratio": f"0.4{FOREVER}",
+        "strata_checkpoint_seconds_total": checkpoints, "strata_tokens_per_second": f"9000{FOREVER}",
         "strata_data_wait_seconds_total": "0+1x400", "strata_skipped_steps_total": f"0{FOREVER}",
         "strata_rollbacks_total": f"0{FOREVER}", "strata_warmup_later_misses": f"0{FOREVER}",
     } | more  # fmt: skip
@@ -70,13 +70,17 @@ CASES = {
     "the queue was emptied": ([pending("active", f"0{FOREVER}"), pending("inadmissible", "2x150 0x250")], set()),
     "a follower reports what it does not know": (
         [pending("inadmissible", f"0{FOREVER}"), pending("inadmissible", f"0{FOREVER}", role="follower")], set()),
+    "a tenant's queue is held": (
+        [series("kueue_local_queue_status", f"1{FOREVER}", 'exported_namespace="p-d",name="q",active="False"')],
+        {"StrataQueueHeld"}),
     "a run makes no steps": (run(step="0+10x150 1500x250"), {"StrataRunStalled"}),
     "a run evaluates": (run(step="0+10x150 1500x250", evaluating="0x150 1x250"), set()),
     "a run is done": (run(step="0+10x150 1500x250", target=f"1500{FOREVER}"), set()),
     "a run never made a step": (run(step=None, checkpoints=None), {"StrataRunStalled"}),
-    "a run is slower than it was": (run(strata_mfu_ratio="0.4x350 0.2x50"), {"StrataLowUtilization"}),
+    "a run is slower than it was": (run(strata_tokens_per_second="9000x350 4500x50"), {"StrataRunSlow"}),
     "a rank waits for data": (run(strata_data_wait_seconds_total="0+30x400"), {"StrataDataStarved"}),
     "a run saves nothing": (run(checkpoints="0+1x100 100x300"), {"StrataCheckpointTooOld"}),
+    "a run never saved": (run(checkpoints=f"0{FOREVER}"), {"StrataCheckpointTooOld"}),
     "a run saves every hour": (run(checkpoints=" ".join([f"{hour}x59" for hour in range(7)])), set()),
     "a step was skipped": (run(strata_skipped_steps_total="0x370 1x30"), {"StrataStepsSkipped"}),
     "a step was skipped long ago": (run(strata_skipped_steps_total="0x50 1x350"), set()),

@@ -18,6 +18,7 @@ KUEUE = {
     "kueue_pending_workloads": {"cluster_queue", "status", "replica_role"},
     "kueue_admitted_active_workloads": {"cluster_queue"},
     "kueue_admission_wait_time_seconds_bucket": {"cluster_queue", "priority_class", "le"},
+    "kueue_local_queue_status": {"name", "namespace", "exported_namespace", "active"},
     "kueue_preempted_workloads_total": {"preempting_cluster_queue", "reason"},
 }
 
@@ -25,7 +26,7 @@ KUEUE = {
 def of_rules():
     """Expressions of the alerts, with durations and numbers in place of values."""
     found = re.findall(
-        r"- alert: (\w+)\n(?:\s+#[^\n]*\n)?\s+expr: (?:>-\n)?(.*?)\n\s+(?:for|labels): ", RULES, re.DOTALL
+        r"- alert: (\w+)\n(?:\s+#[^\n]*\n)*\s+expr: (?:>-\n)?(.*?)\n\s+(?:for|labels): ", RULES, re.DOTALL
     )
     return {
         f"alert {name}": re.sub(r"\{\{ \.(\w+) \}\}", lambda value: "15m" if "fter" in value[1] else "0.5", expression)
@@ -59,12 +60,13 @@ def served():
         metrics.close()
     names = {f"{family.name}_total" if family.type == "counter" else family.name for family in families}
     labels = {sample.name: set(sample.labels) for family in families for sample in family.samples}
-    common = {"run", "rank", "framework"}
+    # The namespace is a label of the target.
+    common = {"run", "rank", "framework", "namespace"}
     return {name: labels.get(name, common) | common for name in names} | KUEUE
 
 
 def test_all_expressions_are_looked_at():
-    assert len(of_rules()) == RULES.count("- alert:") == 9
+    assert len(of_rules()) == RULES.count("- alert:") == 10
     assert len(of_dashboards()) > 15
 
 

@@ -170,7 +170,7 @@ def test_several_pods_are_a_pytorchjob_whose_shape_is_the_specs():
         "maxRestarts": topology.MAX_RESTARTS,
     }
     assert custom["workerReplicas"]["replicas"] == 16
-    assert custom["runPolicy"] == {"cleanPodPolicy": "CLEANPOD_POLICY_ALL"}
+    assert custom["runPolicy"] == {"cleanPodPolicy": "CLEANPOD_POLICY_RUNNING"}
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 8)], ids=["1x1", "2x8"])
@@ -189,7 +189,7 @@ def test_pods_of_training(shape):
 def test_rendezvous_waits_for_slow_pods():
     for task in TASKS.values():
         assert task.task_config.rdzv_configs == {"timeout": 900, "join_timeout": 900, "read_timeout": 900}
-        assert task.task_config.run_policy.clean_pod_policy is CleanPodPolicy.ALL
+        assert task.task_config.run_policy.clean_pod_policy is CleanPodPolicy.RUNNING
 
 
 def test_prepared_data_is_cached_by_the_recipe_alone(registered):

@@ -17,9 +17,7 @@ class Alerts(Values):
     enabled: bool = Field(True, description="Create the PrometheusRule.")
     labels: Labels = Field({}, description="Additional labels of every alert, for its routing.")
     stalled_after: Duration = Field("15m", description="Time without a step after which a run has stalled.")
-    low_utilization: Share = Field(
-        0.7, description="Share of its six-hour median below which a run's utilization is low."
-    )
+    slow_below: Share = Field(0.7, description="Share of its six-hour median speed below which a run is slow.")
     data_wait: Share = Field(0.2, description="Maximum share of the time that a process waits for data.")
     checkpoint_after: Duration = Field("2h", description="Maximum time that a run trains without a checkpoint.")
     queued_after: Duration = Field("1h", description="Maximum time that a queue has waiting runs.")

@@ -55,10 +55,12 @@ def test_a_run_serves_what_is_on_its_record(tmp_path, monkeypatch):
 
     monkeypatch.setattr(NextToken, "micro_batch_loss", while_it_trains)
     assert train_spec(spec).status == "complete"
-    # Nothing is served that is not known yet; what counts steps that are not taken begins at none.
-    counters = {"strata_skipped_steps_total", "strata_rollbacks_total"}
+    # Nothing is served that is not known yet; what counts checkpoints and steps that are not taken begins at none.
+    skips = {"strata_skipped_steps_total", "strata_rollbacks_total"}
+    counters = skips | {"strata_checkpoint_seconds_total"}
     assert {name for name, _ in scraped[0]} == {"strata_target_steps", "strata_warmup_later_misses"} | counters
-    assert all(scraped[-1][name, None][0] == 0 for name in counters)
+    assert all(scraped[0][name, None][0] == 0 for name in counters)
+    assert all(scraped[-1][name, None][0] == 0 for name in skips)
     third = read_points(RunFolder.of(spec).metrics)[2]
     values = {name: value for (name, _), (value, _) in scraped[3].items()}
     for field in ("step", "loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "step_seconds"):
@@ -67,7 +69,7 @@ def test_a_run_serves_what_is_on_its_record(tmp_path, monkeypatch):
     assert values["strata_memory_peak_bytes"] == third.memory_bytes
     assert values["strata_data_wait_seconds_total"] > 0
     # Training stood still for the checkpoint of step 2, not for those of the steps around it.
-    waits = [samples.get(("strata_checkpoint_seconds_total", None), (0.0, {}))[0] for samples in scraped]
+    waits = [samples["strata_checkpoint_seconds_total", None][0] for samples in scraped]
     assert waits[0] == waits[1] == 0.0 < waits[2] == waits[3]
     assert "strata_mfu_ratio" not in values
     assert all(labels == {"run": "finetune", "rank": "0", "framework": "torch"} for _, labels in scraped[3].values())

@@ -87,8 +87,8 @@ class Prometheus:
     def begin(self, steps: int) -> None:
         """Set the number of steps of the run."""
         self._target.labels(**self._labels).set(steps)
-        # Without a 0 first, Prometheus would not see the increase to 1.
-        for counter in (self._skipped, self._rollbacks):
+        # Without a 0 first, Prometheus would not see the increase to 1, nor that nothing has been saved yet.
+        for counter in (self._skipped, self._rollbacks, self._saving):
             counter.labels(**self._labels)
 
     def report(self, points: Sequence[MetricPoint], *, memory_bytes: int, data_wait_seconds: float) -> None:
