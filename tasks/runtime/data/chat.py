@@ -294,6 +294,13 @@ class ChatTemplate:
 
     def _turn(self, messages: Messages, index: int, where: str, prompt: str, text: str) -> tuple[str, Span]:
         """The chat up to and including a turn, which is `text`, and the turn's span. prompt: the text before it."""
+        if index == 0 and not text.startswith(prompt):
+            # Of this chat, not of the template: others begin with another role.
+            raise RowError(
+                f"{where}: the chat begins with the assistant's message, and the chat template writes something else "
+                f"before it than before an answer ({_difference(prompt, text)}); begin with the user's message, or "
+                "give the assistant's weight 0"
+            )
         if not text.startswith(prompt):
             raise ValueError(
                 f"{where}: the chat template's output for message {index + 1} does not begin with its own generation "
@@ -334,7 +341,12 @@ class ChatTemplate:
                 common, [{"conversations": [chat], "add_generation_prompt": prompted} for chat, prompted in chats]
             )
         except TemplateRejection as error:
-            raise RowError(f"{where}: the chat template rejects these messages: {error}") from error
+            calls = any("tool_calls" in message for messages, _ in chats for message in messages)
+            advice = "; it does not read tool_calls: set data.chat_template to a template that supports tool calls"
+            unread = calls and "tool_calls" not in self.source
+            raise RowError(
+                f"{where}: the chat template rejects these messages: {error}{advice if unread else ''}"
+            ) from error
         except TemplateLimit as error:
             raise ValueError(
                 f"data.chat_template: {self._named} {error} ({where}); correct it, or set data.chat_template to another"

@@ -63,6 +63,7 @@ from tasks.runtime.data.scores import with_scores
 from tasks.runtime.data.special_tokens import SpecialTokens, restore, texts_in
 from tasks.runtime.data.teacher_columns import with_top_tokens
 from tasks.runtime.data.template_renderer import Span
+from tasks.runtime.data.token_rows import COLUMN as TOKENS
 from tasks.runtime.data.token_rows import token_document
 from tasks.runtime.data.tools import COLUMN, tools_of
 from tasks.runtime.extensions import TextSegment
@@ -132,9 +133,15 @@ def choose_format(recipe: DataRecipe, rows: list[Row]) -> tuple[str, tuple[str, 
         raise ValueError(
             f"objective.type {recipe.objective!r} needs prompts and completions, but the data has only texts (column "
             f"{shape.columns[0]!r}); set objective.type to 'pretrain', or set data.prompt_column and "
-            "data.completion_column"
+            f"data.completion_column{_token_advice(recipe.objective, present)}"
         )
     return _as_chat(shape, rows)
+
+
+def _token_advice(objective: str, present: list[str]) -> str:
+    """What to do with texts that the data has beside their tokens, as `datasets.map` leaves them."""
+    has_tokens = TOKENS in present and objective not in LABELLED
+    return f"; to learn the token ids in column {TOKENS!r}, set data.format to 'tokens'" if has_tokens else ""
 
 
 def _templated_shape(data: Data, present: list[str], rows: list[Row]) -> Shape:

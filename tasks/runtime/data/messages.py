@@ -23,7 +23,7 @@ _ROLES = {
     "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "tool": "tool", "observation": "tool",
     "function_response": "tool",
 }  # fmt: skip
-# LLaMA-Factory's: the value is a call as JSON, or a list of them.
+# A role of LLaMA-Factory's: the value is a call as JSON, or a list of them. Also a key of OpenAI's before `tool_calls`.
 _CALL = "function_call"
 # Keys that hold the author and the text of a message; the first of each is the one of chat templates.
 _AUTHORS, _TEXTS = ("role", "from"), ("content", "value")
@@ -92,6 +92,11 @@ def _message(value: Any, where: str, ignored: Collection[str]) -> dict[str, Any]
         for key, item in value.items()
         if item is not None and (key, item) != ("tool_calls", []) and key not in ignored
     }
+    if _CALL in held:
+        raise RowError(
+            f"{where} has {_CALL!r}, a key that chat templates do not read; give the call as tool_calls, a list of "
+            f"{{'type': 'function', 'function': ...}}, or name {_CALL!r} in data.ignore_columns"
+        )
     message = _with_weight(_with_text(_with_role(held, where)), where)
     if "tool_calls" in message:
         message["tool_calls"] = drop_nulls(message["tool_calls"])

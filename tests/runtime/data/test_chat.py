@@ -42,6 +42,13 @@ UNSTABLE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|eos|>{% endfor %}"
     "{% if add_generation_prompt %}[assistant]<think>{% endif %}"
 )
+# As SmolLM2's and Qwen 2.5's.
+DEFAULTED = (
+    "{% for m in messages %}"
+    "{% if loop.first and m.role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 PLAIN = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -248,6 +255,17 @@ def test_a_turn_that_does_not_begin_with_its_prompt_is_refused(tokenizer: PreTra
     with pytest.raises(ValueError, match=r"row 1: .* message 3 does not begin with its own generation prompt "
                        r"\('<think>' became 'Hi.<\|eos\|>'\).*data.chat_template"):  # fmt: skip
         _learned(tokenizer, file(UNSTABLE), TALK)
+
+
+def test_a_chat_that_begins_with_the_assistant_is_a_row_to_skip(tokenizer: PreTrainedTokenizerFast, file: Any) -> None:
+    """ShareGPT has such rows."""
+    opened = [{"role": "assistant", "content": "Hello?"}, *TALK[1:3]]
+    with pytest.raises(
+        RowError, match=r"row 1: the chat begins with the assistant's message, .* give the assistant's we"
+    ):
+        _learned(tokenizer, file(DEFAULTED), opened)
+    ((text, learned),) = _learned(tokenizer, file(DEFAULTED), [{**opened[0], "weight": 0}, *opened[1:]])
+    assert text.count("Hello?") == 2 and learned == ["Hi.<|im_end|>"]
 
 
 def test_marks_that_cover_nothing_are_refused(tokenizer: PreTrainedTokenizerFast, file: Any) -> None:

@@ -146,6 +146,16 @@ def test_a_tool_that_the_template_leaves_out_is_told(tokenizer, file, marked, qu
         read(tokenizer, row, source)
 
 
+def test_a_template_for_texts_alone_says_so_at_a_call_without_one(tokenizer, file):
+    texts = FORGETFUL.replace("{{ m.content or '' }}", "{{ m.content + '' }}")
+    plain = file(texts.partition("{% for call")[0] + "<|im_end|>\n" + texts.partition("<|im_end|>\n")[2])
+    calls = [TALK[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}, *TALK[2:]]
+    with pytest.raises(
+        RowError, match=r"rejects these messages: .* it does not read tool_calls: set data.chat_template"
+    ):
+        read(tokenizer, {"messages": calls}, plain)
+
+
 def test_tools_that_a_template_reads_and_leaves_out_are_told(tokenizer, file):
     with pytest.raises(RowError, match="row 1: the chat template omits the tool 'weather'"):
         read(tokenizer, {"messages": TALK[3:], "tools": TOOLS}, file(TEMPLATE.replace("if tools", "if not tools")))
