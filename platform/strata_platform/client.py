@@ -108,12 +108,16 @@ class Client:
     def submit(self, spec: RunSpec, *, force: bool = False) -> Run:
         """Start a run, or continue the one in the spec's folder; returns at once.
 
+        A run that is known to have succeeded with this very spec is returned as it is; `force` starts it anyway.
+
         Raises:
             DoesNotFit: the estimate exceeds the memory of the GPUs; `force` submits the run anyway.
             BackendError: no queue can ever admit the run; `force` submits it anyway.
             RunExists: the run of this name has not ended.
         """
         if not force:
+            if (finished := self.backend.finished(spec)) is not None:
+                return finished
             self._require_fit(spec)
             self.backend.require_admission(spec.resources, spec.topology)
         return self.backend.submit(spec)

@@ -60,7 +60,7 @@ def submit(
         bool, typer.Option("--follow", "-f", help="Show the log until the run ends, as logs -f does.")
     ] = False,
     overrides: Overrides = None,
-    force: Annotated[bool, typer.Option("--force", help="Submit even if the estimate does not fit.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Submit even if the estimate does not fit, no queue admits the run, or it has succeeded before.")] = False,
     image: Annotated[
         str | None,
         typer.Option(
@@ -86,6 +86,12 @@ def submit(
         if backend == "local":
             require_local_files(spec)
         run = client.submit(spec, force=force)
+        if run.phase is Phase.SUCCEEDED:
+            typer.echo(
+                f"{run.name} has succeeded with this spec before, as {run.where}; nothing is started. If its folder is "
+                "gone, submit it with --force"
+            )
+            return
         typer.echo(f"{run.name} is submitted: {run.where}")
         if follow:
             _follow(client, run.name, times=False, rank=None)

@@ -88,6 +88,9 @@ class FakeBackend:
     def require_admission(self, resources: Resources, topology: Topology) -> None:
         """Every run is admitted."""
 
+    def finished(self, spec: RunSpec) -> None:
+        """Every run is started."""
+
     def submit(self, spec: RunSpec) -> Run:
         """Add the run. Raises RunExists if it has not ended."""
         known = self._runs.get(spec.name)

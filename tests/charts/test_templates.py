@@ -518,7 +518,19 @@ def test_runs_without_prospect_are_ended_where_that_is_asked_for(helm, rendered)
     assert (settings.tenants[0].project, settings.tenants[0].domain) == ("language", "development")
     roles = [item for item in of_kind(objects, "Role") if item["metadata"]["name"] == job["metadata"]["name"]]
     assert {role["metadata"]["namespace"] for role in roles} == {tenant.namespace for tenant in settings.tenants}
-    assert {verb for role in roles for rule in role["rules"] for verb in rule["verbs"]} == {"list"}
+    for role, tenant in zip(roles, settings.tenants, strict=True):
+        verbs = {verb for rule in role["rules"] for verb in rule["verbs"]}
+        assert verbs == ({"get", "list", "patch"} if tenant.job_sets else {"list"})
+    assert {tenant.job_sets for tenant in settings.tenants} == {True, False}
+
+
+def test_runs_without_prospect_are_ended_without_a_flyte(helm):
+    objects = helm.render("--values", CHART / "ci" / "teams-values.yaml", "--set", "queues.timeout.after=2h")
+    (job,) = of_kind(objects, "CronJob")
+    (container,) = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]["containers"]
+    env = {item["name"]: item["value"] for item in container["env"]}
+    assert not queue_timeout.Settings.model_validate_json(env[queue_timeout.VARIABLE]).flyte
+    assert not any("FLYTE" in name for name in env)
 
 
 def test_the_program_that_ends_runs_logs_in_with_a_secret(helm, tmp_path, monkeypatch):

@@ -114,9 +114,11 @@ kernels.store.url: empty, but kernels.store.secret is set; set kernels.store.url
 queues.unqueuedLimits.{{ $name }}: {{ $most }} is less than {{ $needed }}, which Strata's tasks may use; raise it
 {{- end }}
 {{- end }}
+{{- $submitters := list }}
+{{- range include "strata.tenants" . | fromJsonArray }}{{ $submitters = concat $submitters .submitters }}{{ end }}
 {{- with .Values.queues.timeout }}
-{{- if and .after (not .flyte) }}
-queues.timeout.flyte: empty, but queues.timeout.after asks to end runs; name Flyte's gRPC service, or leave after out
+{{- if and .after (not .flyte) (not $submitters) }}
+queues.timeout.flyte: empty, but queues.timeout.after asks to end runs; name Flyte's gRPC service, give tenants submitters of runs without Flyte, or leave after out
 {{- end }}
 {{- end }}
 {{- range $list := list "topologies" "flavors" "clusterQueues" "priorities" }}

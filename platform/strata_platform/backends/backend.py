@@ -61,6 +61,9 @@ class Backend(Protocol):
     def require_admission(self, resources: Resources, topology: Topology) -> None:
         """Raises BackendError if no queue can ever admit such a run. Warns if that is not known."""
 
+    def finished(self, spec: RunSpec) -> Run | None:
+        """The run, if it is known that it has succeeded with this very spec; None if only starting it can tell."""
+
     def submit(self, spec: RunSpec) -> Run:
         """Start the run, or continue the one in the spec's folder. Raises RunExists if that one has not ended."""
 

@@ -94,6 +94,9 @@ class FlyteBackend:
         """Raises BackendError if the tenant's queues can never admit the run. Warns if that is not known."""
         require_admission(self._kubernetes, resources, topology)
 
+    def finished(self, spec: RunSpec) -> None:
+        """The run is started: its first task compares the data as well, and starts no other."""
+
     def submit(self, spec: RunSpec) -> Run:
         """Start an execution of the workflow.
 

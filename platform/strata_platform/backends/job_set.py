@@ -29,6 +29,8 @@ SUBMISSION = "strata/submission"
 """Annotation: which call of `submit` made it, to know one's own after a lost answer."""
 CANCELED = "strata/canceled"
 """Annotation: when somebody canceled it, in seconds since the epoch."""
+CAUSE = "strata/cause"
+"""Annotation: why the platform canceled it; without it, a person did."""
 
 PORT = 29500
 # Short: the name of a pod's host has the JobSet's, this, and two numbers, and at most 63 characters.

@@ -16,7 +16,7 @@ from uuid import uuid4
 from strata_platform import progress_line
 from strata_platform.backends.api_errors import translated_errors
 from strata_platform.backends.backend import Pause, already_runs, destinations, find_gpu, parse_points
-from strata_platform.backends.job_set import CANCELED, NAME, OWNER, SUBMISSION, job_set, object_name
+from strata_platform.backends.job_set import CANCELED, CAUSE, NAME, OWNER, SUBMISSION, job_set, object_name
 from strata_platform.backends.kubernetes_objects import (
     JOB_SET,
     WORKLOADS,
@@ -32,7 +32,7 @@ from strata_platform.backends.kubernetes_objects import (
 from strata_platform.backends.pod_logs import PodLogs, has_begun
 from strata_platform.backends.pod_progress import PodProgress, reported, with_record, with_status
 from strata_platform.backends.run_state import RESUBMIT
-from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound
+from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound, SpecError
 from strata_platform.estimate.gpus import Gpu
 from strata_platform.kubernetes_api import ApiError, Object
 from strata_platform.owner import this_user
@@ -82,6 +82,19 @@ class KubernetesBackend:
     def require_admission(self, resources: Resources, topology: Topology) -> None:
         """Raises BackendError if the tenant's queues can never admit the run. Warns if that is not known."""
         require_admission(self._namespace, resources, topology)
+
+    def finished(self, spec: RunSpec) -> Run | None:
+        """The newest JobSet of the run, if it has succeeded with this spec. Its pods would train no step."""
+        with translated_errors(f"to look for {spec.name}"):
+            found = self._look(spec.name)[0]
+        if not found or (run := self._run(found[-1])).phase is not Phase.SUCCEEDED:
+            return None
+        try:
+            same = _spec_of(found[-1]) == spec
+        except SpecError:
+            # Another version wrote it.
+            return None
+        return run if same else None
 
     def submit(self, spec: RunSpec) -> Run:
         """Create a JobSet.
@@ -213,9 +226,9 @@ class KubernetesBackend:
 
         Its JobSet is merely suspended.
         """
-        canceled = (job["metadata"].get("annotations") or {}).get(CANCELED)
-        if canceled is not None:
-            return Phase.ABORTED, f"canceled; {RESUBMIT}", float(canceled)
+        annotations = job["metadata"].get("annotations") or {}
+        if (canceled := annotations.get(CANCELED)) is not None:
+            return Phase.ABORTED, annotations.get(CAUSE, f"canceled; {RESUBMIT}"), float(canceled)
         if TIME_LIMIT in labels_of(job) and job["spec"].get("suspend"):
             for workload in self._namespace().list(WORKLOADS):
                 if is_of(workload, {job["metadata"]["uid"]}) and is_over_time(workload):
@@ -286,13 +299,22 @@ class KubernetesBackend:
         self._newest(name)
         for job in self._look(name)[0]:
             if not self._run(job).is_done:
-                self._cancel(job)
+                self._cancel(job, {})
 
-    def _cancel(self, job: Object) -> None:
+    def hopeless(self, before: datetime) -> dict[str, Object]:
+        """Workloads of JobSets that wait since `before` or longer and can never be admitted, by JobSet."""
+        found = self._namespace().hopeless(before)
+        return {name: workload for name, workload in found.items() if not self._run(self._fetch(name)).is_done}
+
+    def end(self, name: str, cause: str) -> None:
+        """Suspend the JobSet `name` for good, and tell this cause of it."""
+        self._cancel(self._fetch(name), {CAUSE: cause})
+
+    def _cancel(self, job: Object, more: Mapping[str, str]) -> None:
         """Where Kueue holds a JobSet back and lets it go, it has to be told; it would resume what only is suspended."""
         name, uid = job["metadata"]["name"], job["metadata"]["uid"]
         with translated_errors(f"to cancel {name}"):
-            self._send("PATCH", f"/{name}", {"metadata": {"annotations": {CANCELED: str(time.time())}}})
+            self._send("PATCH", f"/{name}", {"metadata": {"annotations": {CANCELED: str(time.time()), **more}}})
             end = time.monotonic() + (_NOTICE_SECONDS if QUEUE in labels_of(job) else 0.0)
             while True:
                 group, version, plural = WORKLOADS
@@ -309,15 +331,11 @@ class KubernetesBackend:
 
     def outputs(self, name: str, to: Path | None) -> Outputs:
         """Paths in the run's folder, as its pods see it."""
-        from strata_platform.spec import load_spec
-
         job = self._newest(name)
         run = self._run(job)
         if run.phase is not Phase.SUCCEEDED:
             raise NotReady(f"{name} is {run.phase}: outputs exist once a run has succeeded")
-        (inner,) = job["spec"]["replicatedJobs"]
-        variables = inner["template"]["spec"]["template"]["spec"]["containers"][0]["env"]
-        spec = load_spec(next(each["value"] for each in variables if each["name"] == SPEC))
+        spec = _spec_of(job)
         found = RunLayout(Path(spec.output) / spec.name).outputs
         if to is not None:
             if missing := [str(path) for path in found.values() if not path.exists()]:
@@ -354,6 +372,15 @@ class KubernetesBackend:
         for job in sorted(self._namespace().list(JOB_SET.jobs, NAME), key=_made, reverse=True):
             newest.setdefault(labels_of(job)[NAME], job)
         return newest
+
+
+def _spec_of(job: Object) -> RunSpec:
+    """What the pods of a JobSet run. Raises SpecError if another version wrote it."""
+    from strata_platform.spec import load_spec
+
+    (inner,) = job["spec"]["replicatedJobs"]
+    variables = inner["template"]["spec"]["template"]["spec"]["containers"][0]["env"]
+    return load_spec(next(each["value"] for each in variables if each["name"] == SPEC))
 
 
 def _made(job: Object) -> tuple[str, int]:

@@ -123,11 +123,12 @@ class Namespace:
         found = [each for each in self.list(WORKLOADS) if is_hopeless(each) and waits_since(each) <= before]
         if not found:
             return {}
+        label = self.origin.label
         with translated_errors("to list the pods of all runs"):
-            pods = self.api.items(f"{self.core}/pods", labelSelector=EXECUTION)
-        owners = [*pods, *self.list(JOBS, EXECUTION)]
+            pods = self.api.items(f"{self.core}/pods", labelSelector=label)
+        owners = [*pods, *self.list(self.origin.jobs, label)]
         return {
-            labels_of(owner)[EXECUTION]: workload
+            labels_of(owner)[label]: workload
             for workload in found
             for owner in owners
             if is_of(workload, {owner["metadata"]["uid"]})

@@ -68,6 +68,9 @@ class LocalBackend:
     def require_admission(self, resources: Resources, topology: Topology) -> None:
         """Nothing queues here."""
 
+    def finished(self, spec: RunSpec) -> None:
+        """The run is started: its processes end soon, and write what is missing in its folder."""
+
     def submit(self, spec: RunSpec) -> Run:
         """Start the run, which outlives this process."""
         from strata_platform.spec import dump_spec

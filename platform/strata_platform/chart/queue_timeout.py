@@ -8,7 +8,7 @@ STRATA_QUEUE_TIMEOUT, and Flyte's address in those of Flyte's own clients.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 
 from pydantic import BaseModel
@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from strata_platform.backends.api_errors import translated_errors
 from strata_platform.backends.flyte_admin import FlyteAdmin
 from strata_platform.backends.flyte_config import FlyteConfig
+from strata_platform.backends.kubernetes import KubernetesBackend
 from strata_platform.backends.kubernetes_objects import Namespace, condition_of, is_over_time
 from strata_platform.chart.value_fields import duration
 from strata_platform.errors import BackendError, StrataError
@@ -30,6 +31,8 @@ class Tenant(BaseModel):
     namespace: str
     project: str
     domain: str
+    job_sets: bool
+    """Whether somebody may submit runs without Flyte."""
 
 
 class Settings(BaseModel):
@@ -37,6 +40,8 @@ class Settings(BaseModel):
 
     after: str
     """As in the values."""
+    flyte: bool
+    """Whether there is a Flyte."""
     tenants: list[Tenant]
 
     @property
@@ -47,17 +52,22 @@ class Settings(BaseModel):
         return longest
 
 
+Find = Callable[[datetime], Mapping[str, Object]]
+"""The workloads without prospect since a time, by execution."""
+End = Callable[[str, str], object]
+"""Ends an execution, with a cause."""
+
+
 def end_hopeless_runs(settings: Settings, now: datetime) -> Iterator[str]:
     """End every run that has waited too long and can never be admitted; says of each what was ended and why.
 
     Raises BackendError, after all others, if one could not be ended or a tenant not be read.
     """
     failed: list[StrataError] = []
-    before, config = now - settings.longest, FlyteConfig.read()
-    for tenant in settings.tenants:
-        admin = FlyteAdmin(config, tenant.project, tenant.domain)
+    before = now - settings.longest
+    for namespace, find, end in _origins(settings):
         try:
-            hopeless = Namespace(tenant.namespace).hopeless(before)
+            hopeless = find(before)
         except StrataError as error:
             failed.append(error)
             continue
@@ -65,13 +75,25 @@ def end_hopeless_runs(settings: Settings, now: datetime) -> Iterator[str]:
             cause = f"{_cause(workload)}, for longer than queues.timeout.after, {settings.after}"
             try:
                 with translated_errors(f"to end {execution}"):
-                    admin.terminate(execution, cause)
+                    end(execution, cause)
             except StrataError as error:
                 failed.append(error)
                 continue
-            yield f"{tenant.namespace}: {execution} is ended: {cause}"
+            yield f"{namespace}: {execution} is ended: {cause}"
     if failed:
         raise BackendError("; ".join(map(str, failed)))
+
+
+def _origins(settings: Settings) -> Iterator[tuple[str, Find, End]]:
+    """How runs are found and ended, for each namespace and each way that runs come to be in it."""
+    config = FlyteConfig.read() if settings.flyte else None
+    for tenant in settings.tenants:
+        if config is not None:
+            admin = FlyteAdmin(config, tenant.project, tenant.domain)
+            yield tenant.namespace, Namespace(tenant.namespace).hopeless, admin.terminate
+        if tenant.job_sets:
+            alone = KubernetesBackend(tenant.namespace)
+            yield tenant.namespace, alone.hopeless, alone.end
 
 
 def _cause(workload: Object) -> str:

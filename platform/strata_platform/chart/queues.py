@@ -120,7 +120,9 @@ class QueueTimeout(Values):
     """A CronJob that ends runs which wait and can never be admitted, such as after a quota became smaller."""
 
     after: OptionalDuration = Field("", description="Time that such a run may wait; empty: for ever.")
-    flyte: OptionalAddress = Field("", description="`host:port` of Flyte's gRPC service in the cluster, without TLS.")
+    flyte: OptionalAddress = Field(
+        "", description="`host:port` of Flyte's gRPC service in the cluster, without TLS; empty without Flyte."
+    )
     secret: OptionalDnsName = Field(
         "",
         description="Secret of the release's namespace with the keys `client_id` and `client_secret`, if Flyte has "

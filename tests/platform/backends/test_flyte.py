@@ -116,8 +116,8 @@ def test_a_run_that_no_quota_admits_is_ended_after_the_time_it_may_wait(client, 
     kubernetes.content["workloads"] = (200, waiting)
     monkeypatch.setenv("FLYTE_PLATFORM_URL", client.backend._config.endpoint)
     monkeypatch.setenv("FLYTE_PLATFORM_INSECURE", "true")
-    tenant = {"namespace": "flytesnacks-development", "project": "flytesnacks", "domain": "development"}
-    settings = queue_timeout.Settings.model_validate({"after": "2h", "tenants": [tenant]})
+    tenant = {"namespace": "flytesnacks-development", "project": "flytesnacks", "domain": "development", "job_sets": False}
+    settings = queue_timeout.Settings.model_validate({"after": "2h", "flyte": True, "tenants": [tenant]})
     (said,) = queue_timeout.end_hopeless_runs(settings, datetime(2026, 11, 22, 3, tzinfo=UTC))
     assert said.startswith("flytesnacks-development: large is ended: no quota of queue research is large enough")
     assert "queues.timeout.after, 2h" in said and TOO_LARGE in said
@@ -143,8 +143,8 @@ def test_a_run_that_kueue_has_taken_out_of_its_queue_is_ended(client, admin, kub
     kubernetes.content["workloads"] = (200, [paused])
     monkeypatch.setenv("FLYTE_PLATFORM_URL", client.backend._config.endpoint)
     monkeypatch.setenv("FLYTE_PLATFORM_INSECURE", "true")
-    tenant = {"namespace": "flytesnacks-development", "project": "flytesnacks", "domain": "development"}
-    settings = queue_timeout.Settings.model_validate({"after": "2h", "tenants": [tenant]})
+    tenant = {"namespace": "flytesnacks-development", "project": "flytesnacks", "domain": "development", "job_sets": False}
+    settings = queue_timeout.Settings.model_validate({"after": "2h", "flyte": True, "tenants": [tenant]})
     # Somebody else has: it goes on when they say so.
     assert not list(queue_timeout.end_hopeless_runs(settings, datetime(2026, 11, 22, 3, tzinfo=UTC)))
     kubernetes.content["workloads"] = (200, [inactive])
@@ -170,8 +170,8 @@ def test_a_run_that_cannot_be_ended_keeps_no_other_from_it(client, kubernetes, m
 
     monkeypatch.setattr(queue_timeout.FlyteAdmin, "terminate", terminate)
     monkeypatch.setattr(queue_timeout.Namespace, "hopeless", hopeless)
-    tenants = [{"namespace": name, "project": "p", "domain": "d"} for name in ("gone", "team")]
-    settings = queue_timeout.Settings.model_validate({"after": "2h", "tenants": tenants})
+    tenants = [{"namespace": name, "project": "p", "domain": "d", "job_sets": False} for name in ("gone", "team")]
+    settings = queue_timeout.Settings.model_validate({"after": "2h", "flyte": True, "tenants": tenants})
     with pytest.raises(BackendError, match="no such namespace; Flyte does not answer"):
         list(queue_timeout.end_hopeless_runs(settings, datetime(2026, 11, 22, 3, tzinfo=UTC)))
     assert ended == ["large"]

@@ -4,11 +4,15 @@ import json
 import logging
 import subprocess
 import sys
+from datetime import UTC, datetime
 from urllib.parse import parse_qs, urlparse
 
 import pytest
+from typer.testing import CliRunner
 
 from strata_platform.backends.kubernetes import KubernetesBackend
+from strata_platform.chart import queue_timeout
+from strata_platform.cli import app
 from strata_platform.client import Client
 from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound
 from strata_platform.runs import Phase, Stage
@@ -115,9 +119,37 @@ def test_a_run_is_submitted_once_and_again_when_it_has_ended(server, runs):
     assert (run.name, run.phase, run.owner, run.where) == ("bot", Phase.RUNNING, "ada", f"{NAMESPACE}/jobsets/bot")
     with pytest.raises(RunExists, match="has not ended, as JobSet bot of ada; follow it with"):
         runs.submit(SPEC)
-    end(server, "Completed")
+    end(server, "Failed")
     assert runs.submit(SPEC).where.endswith("/bot-x2")
     assert [(run.name, run.where[-6:]) for run in runs.list()] == [("bot", "bot-x2")]
+
+
+def test_a_run_that_has_succeeded_is_not_started_again(server, runs, tmp_path, monkeypatch):
+    # Of a value that the variable cannot hold as it is.
+    spec = SPEC.model_copy(update={"tracking": SPEC.tracking.model_copy(update={"project": "$(HOME)"})})
+    runs.submit(spec)
+    end(server, "Completed")
+    run = runs.submit(spec)
+    assert (run.phase, run.where[-4:]) == (Phase.SUCCEEDED, "/bot") and len(server.content["jobsets"][1]) == 1
+    (tmp_path / "spec.json").write_text(spec.model_dump_json())
+    monkeypatch.setenv("STRATA_BACKEND", "kubernetes")
+    done = CliRunner().invoke(app, ["submit", str(tmp_path / "spec.json")])
+    assert done.exit_code == 0 and "bot has succeeded with this spec before, as" in done.stdout, done.output
+    assert len(server.content["jobsets"][1]) == 1
+    # More steps of the same run, its folder gone, and a JobSet of another version.
+    longer = spec.model_copy(update={"training": spec.training.model_copy(update={"steps": 999})})
+    assert runs.submit(longer).where.endswith("/bot-x2")
+    end(server, "Completed")
+    assert runs.submit(longer, force=True).where.endswith("/bot-x3")
+    end(server, "Completed")
+    (inner,) = server.content["jobsets"][1][-1]["spec"]["replicatedJobs"]
+    (variable,) = [
+        item
+        for item in inner["template"]["spec"]["template"]["spec"]["containers"][0]["env"]
+        if item["name"] == "STRATA_SPEC"
+    ]
+    variable["value"] = '{"field": "of another version"}'
+    assert runs.submit(longer).where.endswith("/bot-x4")
 
 
 def test_of_two_submissions_at_once_one_has_the_name(server, runs):
@@ -184,6 +216,33 @@ def test_a_run_that_kueue_manages_is_canceled_through_its_workload(server, runs)
     runs.backend.cancel("bot")
     assert len(server.changes) == 2, "it has ended"
     assert "submit it again to continue" in runs.get("bot").message
+
+
+def test_a_run_that_can_never_be_admitted_is_ended_with_the_reason(server, runs):
+    never = {"status": "False", "lastTransitionTime": TIME, "message": "request (9) > maximum capacity (4)"}
+    names = ("large", "ended")
+    for number, name in enumerate(names):
+        runs.submit(SPEC.model_copy(update={"name": name}))
+        server.content["jobsets"][1][-1]["metadata"]["uid"] = f"uid-{number}"
+    waiting = [workload(name, owner=f"uid-{number}", QuotaReserved=never) for number, name in enumerate(names)]
+    # Its workload may outlive it for a while.
+    end(server, "Failed")
+    server.content["workloads"] = (200, waiting)
+    tenant = {"namespace": NAMESPACE, "project": "p", "domain": "d", "job_sets": True}
+    # No Flyte is asked: there is none.
+    settings = queue_timeout.Settings(after="2h", flyte=False, tenants=[tenant])
+
+    def look(hour):
+        return list(queue_timeout.end_hopeless_runs(settings, datetime(2026, 11, 22, hour, tzinfo=UTC)))
+
+    assert look(1) == [] and server.changes == []
+    (said,) = look(3)
+    assert said.startswith(f"{NAMESPACE}: large is ended: no quota of queue research is large enough")
+    run = runs.get("large")
+    assert run.phase is Phase.ABORTED and run.message == said.partition("is ended: ")[2]
+    assert "maximum capacity (4)); ask for less" in run.message and "queues.timeout.after, 2h" in run.message
+    assert ("workloads", "large", {"spec": {"active": False}}) in server.changes
+    assert look(4) == [], "once"
 
 
 def test_without_kueue_a_run_is_suspended(server, runs):
