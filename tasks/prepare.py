@@ -70,8 +70,11 @@ def plan(spec: RunSpec) -> Planned:
 
 def _check_queue(resources: Resources, topology: Topology) -> None:
     """Raises ValueError if no queue of the tenant can ever admit the run, as far as the pod was told."""
-    shares = os.environ.get(queue_shares.VARIABLE)
-    if shares and (problem := queue_shares.Shares.parse(shares).problem(resources, topology)):
+    text = os.environ.get(queue_shares.VARIABLE)
+    if not text:
+        return
+    shares = queue_shares.Shares.parse(text)
+    if problem := shares.problem(resources, topology, is_job=topology.nnodes > 1):
         raise ValueError(problem)
 
 

@@ -26,7 +26,9 @@ class Shares:
     """The queues of a tenant, and the quotas behind them."""
 
     required: bool
-    """Whether a run without a queue is rejected."""
+    """Whether training jobs, and pods with GPUs or more than `unqueued`, are rejected without a queue."""
+    unqueued: Mapping[str, Any]
+    """The maximum of a pod without a queue; empty if the chart is too old to publish it."""
     queues: Mapping[str, str]
     """The cluster queue of each queue."""
     cluster_queues: Mapping[str, Mapping[str, Any]]
@@ -37,16 +39,19 @@ class Shares:
         """What the chart published."""
         values = json.loads(text)
         behind = {item["name"]: item for item in values["clusterQueues"]}
-        return cls(values["required"], values["queues"], behind)
+        return cls(values["required"], values.get("unqueuedLimits", {}), values["queues"], behind)
 
-    def problem(self, resources: Resources, topology: Topology) -> str | None:
-        """Why no queue will ever admit a run, and the way out; None if one may."""
+    def problem(self, resources: Resources, topology: Topology, *, is_job: bool) -> str | None:
+        """Why no queue will ever admit a run, and the way out; None if one may.
+
+        `is_job`: whether Kubernetes sees a training job: always without Flyte, whose runs of one pod are plain pods.
+        """
         asked = resources.queue
         known = ", ".join(self.queues) or "none"
         if asked is not None and asked not in self.queues:
             return f"resources.queue: there is no queue {asked!r}, only: {known}"
         if asked is None and _DEFAULT not in self.queues:
-            if self.required:
+            if self.required and (is_job or self._has_to_queue(resources)):
                 return f"resources.queue: unset, and runs have to name one of the queues: {known}"
             return None
         name = asked or _DEFAULT
@@ -59,6 +64,12 @@ class Shares:
         return (
             f"resources: {why}, so queue {name!r} would never admit the run; {way}. Ask for less, or for a larger quota"
         )
+
+    def _has_to_queue(self, asked: Resources) -> bool:
+        """Whether the chart's policy rejects such a pod without a queue."""
+        own = {"cpu": asked.cpu, "memory": asked.memory}
+        most = ((own[name], limit) for name, limit in self.unqueued.items() if name in own)
+        return bool(asked.gpu) or any(parse_quantity(value) > parse_quantity(limit) for value, limit in most)
 
     def _fits(self, cluster_queue: str, need: Mapping[str, Decimal]) -> bool:
         return cluster_queue in self.cluster_queues and self._refusal(cluster_queue, need) is None

@@ -456,7 +456,8 @@ def test_what_the_queues_can_admit_is_published_to_runs_and_members(rendered):
     for nodes, fits in ((16, True), (17, False)):
         run["topology"]["nnodes"] = nodes
         spec = RunSpec.model_validate(run)
-        assert (shares["speech-development"].problem(spec.resources, spec.topology) is None) == fits
+        assert (shares["speech-development"].problem(spec.resources, spec.topology, is_job=True) is None) == fits
+    assert shares["speech-development"].unqueued == {"cpu": "16", "memory": "64Gi"}, "as in the policy of pods"
     small = shares_in(rendered["single-gpu"])["flytesnacks-development"]
     assert small.required and small.queues == {"default": "everything"}
     elsewhere = shares_in(rendered["objects-elsewhere"])["flytesnacks-development"]

@@ -5,10 +5,12 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from strata_platform.backends.kubernetes import KubernetesBackend
 from strata_platform.cli import app
 from strata_platform.errors import BackendError
 from strata_platform.queue_shares import Shares
 from strata_platform.spec import RunSpec
+from tests.platform.helpers.servers import NAMESPACE
 
 
 def quota(flavor, **resources):
@@ -19,6 +21,7 @@ def quota(flavor, **resources):
 
 GIVEN = {
     "required": True,
+    "unqueuedLimits": {"cpu": "16", "memory": "64Gi"},
     "queues": {"small": "small", "language": "language", "theirs": "made-elsewhere"},
     "clusterQueues": [
         {"name": "small", "quotas": [quota("cpu", cpu="1600m", memory="8Gi")]},
@@ -31,13 +34,13 @@ GIVEN = {
 }  # fmt: skip
 
 
-def problem(given=GIVEN, nnodes=1, **resources):
+def problem(given=GIVEN, nnodes=1, is_job=True, **resources):
     gpu = resources.get("gpu", 0)
     spec = {"topology": {"nnodes": nnodes, "nproc_per_node": gpu or 1}, "output": "/runs",
             "parallel": {"type": "ddp" if nnodes * (gpu or 1) > 1 else "single"},
             "resources": {"cpu": "1", "memory": "1Gi", **resources}}  # fmt: skip
     run = RunSpec.model_validate(spec)
-    return Shares.parse(json.dumps(given)).problem(run.resources, run.topology)
+    return Shares.parse(json.dumps(given)).problem(run.resources, run.topology, is_job=is_job)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +80,32 @@ def test_a_queue_called_default_is_for_runs_that_name_none():
     assert problem(given) is None
     assert "queue 'default' would never admit the run" in problem(given, cpu="2")
     assert problem(GIVEN | {"required": False, "queues": {}}) is None
+
+
+@pytest.mark.parametrize(
+    ("run", "admitted"),
+    [
+        ({"cpu": "16", "memory": "64Gi"}, True),
+        ({"cpu": "16", "memory": "64Gi", "is_job": True}, False),
+        ({"cpu": "16001m"}, False),
+        ({"memory": "65Gi"}, False),
+        ({"gpu": 1}, False),
+        ({"cpu": "64", "given": {name: value for name, value in GIVEN.items() if name != "unqueuedLimits"}}, True),
+    ],
+)
+def test_without_a_queue_a_run_is_refused_where_the_policy_rejects_its_pod(run, admitted):
+    found = problem(**{"is_job": False, **run})
+    assert (found is None) == admitted and (admitted or "have to name one of the queues" in found)
+
+
+def test_a_small_run_of_one_pod_needs_no_queue_with_flyte_and_one_without(client, admin, kubernetes):
+    admin.active = "v1"
+    kubernetes.content["configmaps"]["strata-queues"] = (200, {"shares.json": json.dumps(GIVEN)})
+    client.submit(RunSpec.model_validate({"name": "small"}))
+    assert [request.name for request in admin.created] == ["small"]
+    alone = KubernetesBackend(NAMESPACE)
+    with pytest.raises(BackendError, match="unset, and runs have to name one of the queues"):
+        alone.require_admission(RunSpec().resources, RunSpec().topology)
 
 
 def test_submit_and_estimate_ask_the_cluster(client, admin, kubernetes, tmp_path, monkeypatch, caplog):

@@ -162,11 +162,13 @@ class Namespace:
 def require_admission(namespace: Callable[[], Namespace], resources: Resources, topology: Topology) -> None:
     """Raises BackendError if the queues of the tenant can never admit a run. Warns if that is not known."""
     try:
-        text = namespace().text(CONFIG_MAP, KEY)
+        where = namespace()
+        text = where.text(CONFIG_MAP, KEY)
     except BackendError as error:
         log.warning("whether a queue admits the run is not known: %s", error)
         return
-    if text is not None and (problem := Shares.parse(text).problem(resources, topology)):
+    is_job = where.origin is JOB_SET or topology.nnodes > 1
+    if text is not None and (problem := Shares.parse(text).problem(resources, topology, is_job=is_job)):
         raise BackendError(problem, status=422, reason="Inadmissible")
 
 
