@@ -234,6 +234,9 @@ def doctor(
     target: Annotated[
         str, typer.Argument(help="; ".join(f"{name}: {what}" for name, what in TARGETS.items()))
     ] = "laptop",
+    backend: Annotated[
+        BackendName, typer.Option(envvar="STRATA_BACKEND", help="What runs go to; kubernetes looks for no Flyte.")
+    ] = "flyte",
     format: Annotated[Literal["text", "json"], typer.Option(help="Output format.")] = "text",
 ) -> None:
     """Check whether runs can work here, and print advice for every problem. Changes nothing.
@@ -245,7 +248,7 @@ def doctor(
 
     if target not in TARGETS:
         raise typer.BadParameter(f"{target!r} is not one of {', '.join(TARGETS)}", param_hint="TARGET")
-    found = list(examine(checks_of(target)))
+    found = list(examine(checks_of(target, with_flyte=backend != "kubernetes")))
     typer.echo(findings.to_json(found) if format == "json" else findings.table(found))
     raise typer.Exit(1 if any(finding.status == "problem" for _, finding in found) else 0)
 

@@ -60,7 +60,13 @@ def submit(
         bool, typer.Option("--follow", "-f", help="Show the log until the run ends, as logs -f does.")
     ] = False,
     overrides: Overrides = None,
-    force: Annotated[bool, typer.Option("--force", help="Submit even if the estimate does not fit, no queue admits the run, or it has succeeded before.")] = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Submit even if the estimate does not fit, no queue admits the run, or it has succeeded before.",
+        ),
+    ] = False,
     image: Annotated[
         str | None,
         typer.Option(

@@ -7,20 +7,19 @@ import re
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
-import yaml
-
+from strata_platform.backends.job_set import GPU_MODEL
+from strata_platform.backends.kubernetes import POD_TEMPLATE
+from strata_platform.backends.kubernetes_objects import JOB_SET
+from strata_platform.doctor.cluster_reader import TENANT, ClusterReader, images_of
 from strata_platform.doctor.finding import Check, Finding, StopChecking, ok, problem, skipped, warning
-from strata_platform.doctor.network_policies import rendezvous
+from strata_platform.doctor.network_policies import JOB_LABEL, JOB_SET_LABEL, rendezvous
 from strata_platform.kubernetes_answers import JOBSET, PYTORCHJOB, TASK_LIMITS, access_review, frameworks, why_inactive
 from strata_platform.quantity import parse_quantity
 
-if TYPE_CHECKING:
-    from strata_platform.kubernetes_api import KubernetesApi
-
-_TENANT, _PROJECT, _DOMAIN = "strata/tenant", "strata/project", "strata/domain"
+_PROJECT, _DOMAIN = "strata/project", "strata/domain"
 _DOCS = "docs/cluster.md has the values"
 _DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 # Object stores refuse requests whose signed time is minutes off.
@@ -31,86 +30,29 @@ _SHIPPED_LIMITS = {"cpu": "2", "memory": "1Gi", "gpu": "1"}
 _SHIPPED_DOMAINS = ["development", "staging", "production"]
 
 
-def checks() -> Iterator[Check]:
-    """All checks, from the API server down to the objects of each tenant."""
-    cluster = ClusterReader()
+def checks(*, with_flyte: bool = True) -> Iterator[Check]:
+    """All checks, from the API server down to the objects of each tenant; those of JobSet in place of Flyte's."""
+    cluster = ClusterReader(with_flyte)
     yield "API server", partial(_api_server, cluster)
     yield "clocks", partial(_clocks, cluster)
-    yield "Flyte's version", partial(_flyte_version, cluster)
-    yield "Flyte's plugins", partial(_flyte_plugins, cluster)
-    yield "Flyte's limits", partial(_flyte_limits, cluster)
-    yield "Flyte's rights", partial(_flyte_rights, cluster)
-    yield "Flyte's authentication", partial(_flyte_authentication, cluster)
-    yield "training operator", partial(_training_operator, cluster)
+    if with_flyte:
+        yield "Flyte's version", partial(_flyte_version, cluster)
+        yield "Flyte's plugins", partial(_flyte_plugins, cluster)
+        yield "Flyte's limits", partial(_flyte_limits, cluster)
+        yield "Flyte's rights", partial(_flyte_rights, cluster)
+        yield "Flyte's authentication", partial(_flyte_authentication, cluster)
+        yield "training operator", partial(_training_operator, cluster)
+    else:
+        yield "JobSet", partial(_job_set, cluster)
     yield "Kueue's integration", partial(_kueue, cluster)
     yield "GPU nodes", partial(_gpu_nodes, cluster)
     yield "tenants", partial(_tenants, cluster)
     for namespace in _names(cluster):
-        yield f"{namespace}: project", partial(_project, cluster, namespace)
+        if with_flyte:
+            yield f"{namespace}: project", partial(_project, cluster, namespace)
         yield f"{namespace}: queues", partial(_queues, cluster, namespace)
         yield f"{namespace}: pod template", partial(_pod_template, cluster, namespace)
         yield f"{namespace}: network policies", partial(_network_policies, cluster, namespace)
-
-
-class ClusterReader:
-    """Reads a cluster through its API server, each object once."""
-
-    @cached_property
-    def api(self) -> KubernetesApi:
-        """A client of the kubeconfig's current context, or of the pod's own cluster.
-
-        Raises ImportError if this package was installed without its extra `cluster`.
-        """
-        from strata_platform.kubernetes_api import Access, KubernetesApi
-
-        return KubernetesApi(Access.of_environment())
-
-    def get(self, path: str, **query: str) -> dict[str, Any]:
-        """The object at `path`."""
-        found: dict[str, Any] = self.api.get(path, **query)
-        return found
-
-    def items(self, path: str, **query: str) -> list[dict[str, Any]]:
-        """The items of the list at `path`."""
-        found: list[dict[str, Any]] = self.get(path, **query)["items"]
-        return found
-
-    @cached_property
-    def deployments(self) -> list[dict[str, Any]]:
-        """All deployments."""
-        return self.items("/apis/apps/v1/deployments")
-
-    def deployments_running(self, name: str) -> list[dict[str, Any]]:
-        """Deployments with `name` in the name of one of their images."""
-        return [d for d in self.deployments if any(name in image for image in _images(d))]
-
-    def configurations(self, name: str) -> Iterator[dict[str, Any]]:
-        """The YAML mappings in the config maps of the namespaces that have deployments of `name`."""
-        for namespace in {d["metadata"]["namespace"]: None for d in self.deployments_running(name)}:
-            for config_map in self.items(f"/api/v1/namespaces/{namespace}/configmaps"):
-                for text in (config_map.get("data") or {}).values():
-                    if isinstance(found := _yaml(text), dict):
-                        yield found
-
-    @cached_property
-    def flyte(self) -> Mapping[str, Any]:
-        """Flyte's configuration, merged from all of its files."""
-        merged: dict[str, Any] = {}
-        for part in self.configurations("flyte"):
-            merged = _merged(merged, part)
-        return merged
-
-    @cached_property
-    def kubernetes_plugin(self) -> Mapping[str, Any]:
-        """The part of Flyte's configuration that says how it makes pods."""
-        found: Mapping[str, Any] = (self.flyte.get("plugins") or {}).get("k8s") or {}
-        return found
-
-    @cached_property
-    def tenants(self) -> dict[str, dict[str, str]]:
-        """The namespaces that the chart labels as a tenant's, with their labels."""
-        found = self.items("/api/v1/namespaces", labelSelector=_TENANT)
-        return {item["metadata"]["name"]: item["metadata"].get("labels") or {} for item in found}
 
 
 def _names(cluster: ClusterReader) -> list[str]:
@@ -119,14 +61,6 @@ def _names(cluster: ClusterReader) -> list[str]:
     except Exception:
         # The check of the tenants reports it.
         return []
-
-
-def _merged(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
-    both = dict(left)
-    for key, value in right.items():
-        mine = both.get(key)
-        both[key] = _merged(mine, value) if isinstance(mine, dict) and isinstance(value, dict) else value
-    return both
 
 
 def _api_server(cluster: ClusterReader) -> Finding:
@@ -161,15 +95,11 @@ def _clocks(cluster: ClusterReader) -> Finding:
     return ok("this clock agrees with the API server's")
 
 
-def _images(deployment: Mapping[str, Any]) -> list[str]:
-    return [container["image"] for container in deployment["spec"]["template"]["spec"]["containers"]]
-
-
 def _flyte_version(cluster: ClusterReader) -> Finding:
     images = [
         image
         for deployment in cluster.deployments_running("flyte")
-        for image in _images(deployment)
+        for image in images_of(deployment)
         if "flyte" in image
     ]
     if not images:
@@ -269,7 +199,7 @@ def _training_operator(cluster: ClusterReader) -> Finding:
         return problem(
             "the custom resource definition of PyTorchJobs exists, but no training operator runs them", advice
         )
-    image = _images(operators[0])[0]
+    image = images_of(operators[0])[0]
     if not (operators[0].get("status") or {}).get("availableReplicas"):
         return problem(f"{image} is not available", "kubectl describe its pod shows the reason")
     # The operator's images are named by commits. The field managedBy came with version 1.9.
@@ -278,12 +208,29 @@ def _training_operator(cluster: ClusterReader) -> Finding:
     return ok(image)
 
 
+def _job_set(cluster: ClusterReader) -> Finding:
+    group, version, plural = JOB_SET.jobs
+    advice = "install JobSet; docs/backends.md has the command"
+    kinds = {item["metadata"]["name"]: item for item in cluster.items(_DEFINITIONS)}
+    if (kind := kinds.get(f"{plural}.{group}")) is None:
+        return problem("there are no JobSets: their custom resource definition is missing", advice)
+    if version not in (served := [each["name"] for each in kind["spec"]["versions"] if each["served"]]):
+        return problem(f"JobSets have the versions {', '.join(served)}, and runs are of {version}", advice)
+    controllers = cluster.deployments_running("jobset")
+    if not controllers:
+        return problem("the custom resource definition of JobSets exists, but no controller runs them", advice)
+    image = images_of(controllers[0])[0]
+    if not (controllers[0].get("status") or {}).get("availableReplicas"):
+        return problem(f"{image} is not available", "kubectl describe its pod shows the reason")
+    return ok(image)
+
+
 def _kueue(cluster: ClusterReader) -> Finding:
     configurations = [found for found in cluster.configurations("kueue") if found.get("kind") == "Configuration"]
     if not configurations:
         return problem("no configuration of Kueue was found", "install Kueue 0.19; docs/cluster.md")
     found = frameworks(configurations)
-    if PYTORCHJOB not in found:
+    if cluster.with_flyte and PYTORCHJOB not in found:
         return problem(
             f"integrations.frameworks lacks {PYTORCHJOB}, as in Kueue's defaults: jobs start without queueing",
             f"add it and restart Kueue; {_DOCS}",
@@ -294,16 +241,9 @@ def _kueue(cluster: ClusterReader) -> Finding:
             f"integrations.frameworks lacks {JOBSET}: runs without Flyte start without queueing",
             f"add it and restart Kueue; {_DOCS}",
         )
-    if "pod" not in found:
+    if cluster.with_flyte and "pod" not in found:
         return warning("integrations.frameworks lacks pod: runs of one pod do not queue", _DOCS)
     return ok(", ".join(found))
-
-
-def _yaml(text: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return None
 
 
 def _gpu_nodes(cluster: ClusterReader) -> Finding:
@@ -318,7 +258,7 @@ def _gpu_nodes(cluster: ClusterReader) -> Finding:
         )
     if not nodes:
         return warning("no node has allocatable GPUs: runs train on CPUs", "install the GPU operator, or add nodes")
-    label = cluster.kubernetes_plugin.get("gpu-device-node-label")
+    label = cluster.kubernetes_plugin.get("gpu-device-node-label") if cluster.with_flyte else GPU_MODEL
     if not label:
         return warning(
             f"{len(nodes)} nodes have GPUs, but Flyte's configuration names no label for their model: "
@@ -346,7 +286,7 @@ def _tenants(cluster: ClusterReader) -> Finding:
     if cluster.tenants:
         return ok(", ".join(cluster.tenants))
     return problem(
-        f"no namespace has the label {_TENANT}: no project can run anything",
+        f"no namespace has the label {TENANT}: no project can run anything",
         "install charts/strata with the project and domain in tenants",
     )
 
@@ -392,7 +332,7 @@ def _queues(cluster: ClusterReader, namespace: str) -> Finding:
 
 
 def _pod_template(cluster: ClusterReader, namespace: str) -> Finding:
-    name = cluster.kubernetes_plugin.get("default-pod-template-name")
+    name = cluster.kubernetes_plugin.get("default-pod-template-name") if cluster.with_flyte else POD_TEMPLATE
     if not name:
         return problem(
             "Flyte's configuration names no pod template: pods have no kernel cache and no security context",
@@ -403,6 +343,11 @@ def _pod_template(cluster: ClusterReader, namespace: str) -> Finding:
         for template in cluster.items(f"/api/v1/namespaces/{namespace}/podtemplates")
         if template["metadata"]["name"] == name
     ]
+    if not found and not cluster.with_flyte:
+        return problem(
+            f"there is no pod template {name}: a run that names no other one is refused",
+            "set the chart's tenantDefaults.podTemplate.name to it, or name one in resources.pod_template",
+        )
     if not found:
         return problem(
             f"Flyte's configuration names the pod template {name}, which this namespace lacks: Flyte uses none",
@@ -419,4 +364,5 @@ def _pod_template(cluster: ClusterReader, namespace: str) -> Finding:
 
 
 def _network_policies(cluster: ClusterReader, namespace: str) -> Finding:
-    return rendezvous(cluster.items(f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies"))
+    policies = cluster.items(f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies")
+    return rendezvous(policies, JOB_LABEL if cluster.with_flyte else JOB_SET_LABEL)

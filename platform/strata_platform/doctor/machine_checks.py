@@ -344,3 +344,5 @@ CHECKS: Mapping[str, tuple[tuple[str, Check], ...]] = {
     ),
     "node": _TRAINS,
 }
+OF_FLYTE = (_packages, _flyte)
+"""Checks of what machines have for Flyte alone."""

@@ -15,12 +15,13 @@ TARGETS = {
 }
 
 
-def checks_of(target: str) -> Iterator[Check]:
-    """The checks of one of `TARGETS`."""
+def checks_of(target: str, *, with_flyte: bool = True) -> Iterator[Check]:
+    """The checks of one of `TARGETS`; without Flyte, none of its parts is missed."""
     if target == "cluster":
         # Imported here: the kubernetes client is an extra of this package.
         from strata_platform.doctor import cluster_checks
 
-        return cluster_checks.checks()
+        return cluster_checks.checks(with_flyte=with_flyte)
     here = machine_checks.Machine.here()
-    return iter([(name, lambda look=look: look(here)) for name, look in machine_checks.CHECKS[target]])
+    found = [each for each in machine_checks.CHECKS[target] if with_flyte or each[1] not in machine_checks.OF_FLYTE]
+    return iter([(name, lambda look=look: look(here)) for name, look in found])

@@ -116,7 +116,7 @@ def test_a_run_that_no_quota_admits_is_ended_after_the_time_it_may_wait(client, 
     kubernetes.content["workloads"] = (200, waiting)
     monkeypatch.setenv("FLYTE_PLATFORM_URL", client.backend._config.endpoint)
     monkeypatch.setenv("FLYTE_PLATFORM_INSECURE", "true")
-    tenant = {"namespace": "flytesnacks-development", "project": "flytesnacks", "domain": "development", "job_sets": False}
+    tenant = {"namespace": NAMESPACE, "project": "flytesnacks", "domain": "development", "job_sets": False}
     settings = queue_timeout.Settings.model_validate({"after": "2h", "flyte": True, "tenants": [tenant]})
     (said,) = queue_timeout.end_hopeless_runs(settings, datetime(2026, 11, 22, 3, tzinfo=UTC))
     assert said.startswith("flytesnacks-development: large is ended: no quota of queue research is large enough")
@@ -143,7 +143,7 @@ def test_a_run_that_kueue_has_taken_out_of_its_queue_is_ended(client, admin, kub
     kubernetes.content["workloads"] = (200, [paused])
     monkeypatch.setenv("FLYTE_PLATFORM_URL", client.backend._config.endpoint)
     monkeypatch.setenv("FLYTE_PLATFORM_INSECURE", "true")
-    tenant = {"namespace": "flytesnacks-development", "project": "flytesnacks", "domain": "development", "job_sets": False}
+    tenant = {"namespace": NAMESPACE, "project": "flytesnacks", "domain": "development", "job_sets": False}
     settings = queue_timeout.Settings.model_validate({"after": "2h", "flyte": True, "tenants": [tenant]})
     # Somebody else has: it goes on when they say so.
     assert not list(queue_timeout.end_hopeless_runs(settings, datetime(2026, 11, 22, 3, tzinfo=UTC)))

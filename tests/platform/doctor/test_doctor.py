@@ -18,6 +18,7 @@ from strata_platform.cli import app
 from strata_platform.doctor import TARGETS, examine
 from strata_platform.doctor.cluster_checks import checks
 from strata_platform.doctor.machine_checks import CHECKS, Machine
+from strata_platform.doctor.targets import checks_of
 
 
 def program(folder, name, *lines):
@@ -213,7 +214,7 @@ HEALTHY = {
     DEFINITIONS: {
         "items": [
             named("pytorchjobs.kubeflow.org", spec={"versions": [{"schema": "managedBy"}]}),
-            named("jobsets.jobset.x-k8s.io"),
+            named("jobsets.jobset.x-k8s.io", spec={"versions": [{"name": "v1alpha2", "served": True}]}),
         ]
     },
     "/api/v1/nodes": {
@@ -270,14 +271,70 @@ def cluster(tmp_path, monkeypatch):
         server.shutdown()
 
 
-def findings():
-    return dict(examine(checks()))
+def findings(**settings):
+    return dict(examine(checks(**settings)))
 
 
 def test_a_healthy_cluster_is_well(cluster):
     found = findings()
     assert {finding.status for finding in found.values()} == {"ok"}, found
     assert len(found) == 15
+
+
+@pytest.fixture
+def alone(cluster):
+    """A cluster for runs without Flyte."""
+    images = ("registry.k8s.io/kueue/kueue:v0.19.0", "registry.k8s.io/jobset/jobset:v0.12.0")
+    kueue = {"items": [{"data": {"x": "kind: Configuration\nintegrations: {frameworks: [jobset.x-k8s.io/jobset]}"}}]}
+    nodes = deepcopy(HEALTHY["/api/v1/nodes"])
+    nodes["items"][0]["metadata"]["labels"] = {"nvidia.com/gpu.product": "NVIDIA-H200"}
+    policy = {"podSelector": {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": "x"}}, "ingress": [{}]}
+    cluster.answers |= {
+        DEPLOYMENTS: {"items": [deployment(image, "kueue-system") for image in images]},
+        KUEUE_MAPS: kueue,
+        DEFINITIONS: {"items": HEALTHY[DEFINITIONS]["items"][1:]},
+        "/api/v1/nodes": nodes,
+        POLICIES: {"items": [named("closed", spec=CLOSED), named("open", spec=policy)]},
+    }
+    return cluster
+
+
+def test_a_cluster_without_flyte_is_well_for_runs_without_it(alone, monkeypatch):
+    found = findings(with_flyte=False)
+    assert {finding.status for finding in found.values()} == {"ok"}, found
+    assert "Flyte" not in str(found) and found["JobSet"].message == "registry.k8s.io/jobset/jobset:v0.12.0"
+    assert CliRunner().invoke(app, ["doctor", "cluster"]).exit_code == 1
+    monkeypatch.setenv("STRATA_BACKEND", "kubernetes")
+    assert CliRunner().invoke(app, ["doctor", "cluster"]).exit_code == 0
+    for name in ("packages", "Flyte"):
+        assert name not in [check for check, _ in examine(checks_of("laptop", with_flyte=False))]
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "check", "said"),
+    [
+        (DEFINITIONS, {"items": []}, "JobSet", "there are no JobSets"),
+        (
+            DEFINITIONS,
+            {"items": [named("jobsets.jobset.x-k8s.io", spec={"versions": [{"name": "v1", "served": True}]})]},
+            "JobSet",
+            "JobSets have the versions v1, and runs are of v1alpha2",
+        ),
+        (DEPLOYMENTS, {"items": []}, "JobSet", "no controller runs them"),
+        (
+            DEPLOYMENTS,
+            {"items": [deployment("jobset:1", "j", available=None)]},
+            "JobSet",
+            "jobset:1 is not available",
+        ),
+        (TEMPLATES, {"items": []}, "team: pod template", "there is no pod template strata"),
+        (POLICIES, HEALTHY[POLICIES], "team: network policies", "closed keep pods of a job apart"),
+    ],
+)
+def test_what_a_cluster_without_flyte_lacks_is_said(alone, path, answer, check, said):
+    alone.answers[path] = answer
+    found = findings(with_flyte=False)[check]
+    assert found.status == "problem" and said in found.message and found.advice
 
 
 def limits(cpu, memory, gpu="0"):
