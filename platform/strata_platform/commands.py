@@ -18,7 +18,6 @@ from pydantic_core import to_json
 from strata_platform import client as clients
 from strata_platform.client import BackendName, Client
 from strata_platform.errors import RunNotFound, SpecError, StrataError
-from strata_platform.owner import this_user
 from strata_platform.runs import MetricPoint, Phase, Run
 
 app = typer.Typer()
@@ -143,8 +142,9 @@ def list_(
     if mine and owner is not None:
         raise typer.BadParameter("--mine and --owner both choose runs; leave one out")
     with errors():
+        client = connect(backend)
         # One more, to know whether there are more.
-        runs = connect(backend).list(limit=limit + 1 if limit else None, owner=this_user() if mine else owner)
+        runs = client.list(limit=limit + 1 if limit else None, owner=client.backend.me() if mine else owner)
     more, runs = bool(limit) and len(runs) > limit, runs[: limit or None]
     if format == "json":
         echo_json(runs, indent=2)

@@ -208,6 +208,13 @@ class KubernetesApi:
         found: Object = json.loads(self._send("GET", path, None, query).data)
         return found
 
+    def account(self) -> str:
+        """The name that Kubernetes knows this client by."""
+        group = "authentication.k8s.io/v1"
+        asked = {"apiVersion": group, "kind": "SelfSubjectReview"}
+        answer = self.request("POST", f"/apis/{group}/selfsubjectreviews", asked)
+        return str(json.loads(answer.data)["status"]["userInfo"]["username"])
+
     def items(self, path: str, **query: Any) -> list[Object]:
         """The items of the list at `path`, whatever the size of a page."""
         found: list[Object] = []

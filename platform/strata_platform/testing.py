@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from strata_platform.backends.backend import Pause, destinations, with_progress
 from strata_platform.errors import NotReady, RunExists, RunNotFound
 from strata_platform.estimate import Gpu
+from strata_platform.owner import this_user
 from strata_platform.run_layout import RunLayout
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run, Stage
 from strata_platform.spec import RunSpec
@@ -87,6 +88,10 @@ class FakeBackend:
 
     def require_admission(self, resources: Resources, topology: Topology) -> None:
         """Every run is admitted."""
+
+    def me(self) -> str:
+        """Who this process belongs to, or STRATA_OWNER."""
+        return this_user()
 
     def finished(self, spec: RunSpec) -> None:
         """Every run is started."""

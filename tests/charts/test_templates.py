@@ -411,8 +411,10 @@ def test_nodes_that_train_hold_the_image(rendered):
 
 def test_policies_know_the_queues_of_each_tenant(rendered):
     found = of_kind(rendered["teams"], "ValidatingAdmissionPolicy")
-    policies = [each for each in found if not each["metadata"]["name"].endswith(("-jobsets", "-workloads"))]
-    assert (len(found), len(policies)) == (4, 2)
+    names = [each["metadata"]["name"] for each in found]
+    kinds = ("jobs", "jobsets", "pods", "workloads")
+    assert sorted(names) == ["strata-owner", *(f"strata-queue-required-{kind}" for kind in kinds)]
+    policies = [found[names.index(f"strata-queue-required-{kind}")] for kind in ("jobs", "pods")]
     for policy in policies:
         # An API server that saw a policy with parameters go never finds those of the next installation.
         assert "paramKind" not in policy["spec"]

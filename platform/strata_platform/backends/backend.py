@@ -61,6 +61,9 @@ class Backend(Protocol):
     def require_admission(self, resources: Resources, topology: Topology) -> None:
         """Raises BackendError if no queue can ever admit such a run. Warns if that is not known."""
 
+    def me(self) -> str:
+        """The owner of runs that are submitted through this backend."""
+
     def finished(self, spec: RunSpec) -> Run | None:
         """The run, if it is known that it has succeeded with this very spec; None if only starting it can tell."""
 

@@ -94,6 +94,10 @@ class FlyteBackend:
         """Raises BackendError if the tenant's queues can never admit the run. Warns if that is not known."""
         require_admission(self._kubernetes, resources, topology)
 
+    def me(self) -> str:
+        """Who this process belongs to, or STRATA_OWNER."""
+        return this_user()
+
     def finished(self, spec: RunSpec) -> None:
         """The run is started: its first task compares the data as well, and starts no other."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ from strata_platform.backends.run_state import RESUBMIT
 from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound, SpecError
 from strata_platform.estimate.gpus import Gpu
 from strata_platform.kubernetes_api import ApiError, Object
-from strata_platform.owner import this_user
+from strata_platform.owner import owner_of_account, this_user
 from strata_platform.pod_settings import QUEUE, SPEC, TIME_LIMIT, check_pods
 from strata_platform.run_layout import RunLayout
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run, Stage
@@ -52,6 +53,8 @@ IMAGE = "strata/image"
 """Annotation of a pod template: the image of runs without one."""
 
 _OVER_TIME = "it held its machines for longer than resources.time_limit and the time of a start; raise time_limit"
+# Accounts of programs, which may submit for a person. The chart's policy of owners says the same.
+_SHARED, _OWNER = "system:serviceaccount:", "STRATA_OWNER"
 # Seconds for Kueue to notice a new JobSet.
 _NOTICE_SECONDS = 20.0
 
@@ -83,6 +86,19 @@ class KubernetesBackend:
         """Raises BackendError if the tenant's queues can never admit the run. Warns if that is not known."""
         require_admission(self._namespace, resources, topology)
 
+    def me(self) -> str:
+        """The account that Kubernetes knows this client by. One that many share may name a person in STRATA_OWNER."""
+        try:
+            username = self._namespace().api.account()
+        except ApiError as error:
+            log.warning("who you are for Kubernetes is not known, and your name here is taken: %s", error)
+            return this_user()
+        if username.startswith(_SHARED) and _OWNER in os.environ:
+            return this_user()
+        if (own := owner_of_account(username)) != os.environ.get(_OWNER, own):
+            log.warning("%s is not taken: the runs' owner is %s, as Kubernetes knows you", _OWNER, own)
+        return own
+
     def finished(self, spec: RunSpec) -> Run | None:
         """The newest JobSet of the run, if it has succeeded with this spec. Its pods would train no step."""
         with translated_errors(f"to look for {spec.name}"):
@@ -107,14 +123,14 @@ class KubernetesBackend:
         except ValueError as error:
             raise BackendError(str(error), status=422, reason="Invalid") from error
         template, image = self._template(spec.resources.pod_template or POD_TEMPLATE)
-        mine = uuid4().hex
+        mine, owner = uuid4().hex, self.me()
         while True:
             found, name = self._look(spec.name)
             for each in found:
                 if not (run := self._run(each)).is_done:
                     raise _exists(each, run)
             try:
-                body = job_set(name, spec, template, image, this_user(), mine)
+                body = job_set(name, spec, template, image, owner, mine)
             except ValueError as error:
                 where = spec.resources.pod_template or POD_TEMPLATE
                 raise BackendError(f"pod template {where!r}: {error}", status=422, reason="Invalid") from error

@@ -21,6 +21,7 @@ from strata_platform.backends.run_state import CANCEL, RESUBMIT, RunFiles, State
 from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound
 from strata_platform.estimate.gpus import Gpu
 from strata_platform.file_io import acquire_lock
+from strata_platform.owner import this_user
 from strata_platform.run_layout import RunLayout
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run
 
@@ -67,6 +68,10 @@ class LocalBackend:
 
     def require_admission(self, resources: Resources, topology: Topology) -> None:
         """Nothing queues here."""
+
+    def me(self) -> str:
+        """Who this process belongs to, or STRATA_OWNER."""
+        return this_user()
 
     def finished(self, spec: RunSpec) -> None:
         """The run is started: its processes end soon, and write what is missing in its folder."""

@@ -35,6 +35,9 @@ class Server(Kubernetes):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body["kind"] == "SelfSubjectReview":
+            status, username = self.server.account
+            return self.answer(status, {"status": {"userInfo": {"username": username}}, "message": "you may not"})
         assert parse_qs(urlparse(self.path).query)["fieldValidation"] == ["Strict"]
         self.server.before_create()
         status, jobs = self.server.content["jobsets"]
@@ -89,7 +92,8 @@ def server(kubernetes, monkeypatch):
     kubernetes.RequestHandlerClass = Server
     kubernetes.content = content() | {"jobsets": (200, []), "podtemplates": {"strata": TEMPLATE}}
     kubernetes.lost, kubernetes.changes, kubernetes.before_create = 0, [], lambda: None
-    monkeypatch.setenv("STRATA_OWNER", "ada")
+    kubernetes.account = 201, "ada"
+    monkeypatch.delenv("STRATA_OWNER", raising=False)
     return kubernetes
 
 
@@ -150,6 +154,28 @@ def test_a_run_that_has_succeeded_is_not_started_again(server, runs, tmp_path, m
     ]
     variable["value"] = '{"field": "of another version"}'
     assert runs.submit(longer).where.endswith("/bot-x4")
+
+
+@pytest.mark.parametrize(
+    ("account", "named", "owner", "said"),
+    [
+        ((201, "oidc:ada@example.com"), None, "oidc-ada-example.com", ""),
+        # A person is not another one.
+        ((201, "ada"), "grace", "ada", "STRATA_OWNER is not taken: the runs' owner is ada"),
+        # A program may submit for one.
+        ((201, "system:serviceaccount:hub:notebook"), "grace", "grace", ""),
+        ((201, "system:serviceaccount:hub:notebook"), None, "system-serviceaccount-hub-notebook", ""),
+        ((403, ""), "grace", "grace", "who you are for Kubernetes is not known"),
+    ],
+)
+def test_the_owner_is_who_kubernetes_knows(server, runs, account, named, owner, said, monkeypatch, caplog):
+    server.account = account
+    if named:
+        monkeypatch.setenv("STRATA_OWNER", named)
+    assert runs.submit(SPEC).owner == owner and said in caplog.text and bool(said) == bool(caplog.text)
+    monkeypatch.setenv("STRATA_BACKEND", "kubernetes")
+    assert "bot" in CliRunner().invoke(app, ["list", "--mine"]).stdout
+    assert "bot" not in CliRunner().invoke(app, ["list", "--owner", "somebody"]).stdout
 
 
 def test_of_two_submissions_at_once_one_has_the_name(server, runs):
