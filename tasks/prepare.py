@@ -13,7 +13,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from strata_platform import queue_shares
 from strata_platform.file_io import write_atomic
-from strata_platform.pod_settings import check_pods
+from strata_platform.pod_settings import check_pods, require_flytes_gpus
 from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.run_spec import Resources, Topology
 from tasks.attempts import retried_by_flyte
@@ -61,6 +61,7 @@ def plan(spec: RunSpec) -> Planned:
     task_for(spec.topology)
     check_plan(spec)
     if not is_local():
+        require_flytes_gpus(spec.resources)
         _check_queue(spec.resources, spec.topology)
         for warning in check_pods(spec.output, spec.resources, spec.topology):
             log.warning("%s", warning)

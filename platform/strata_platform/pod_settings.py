@@ -19,6 +19,9 @@ START_SECONDS = 3600
 GRACE_SECONDS = 120
 STOP_SECONDS = GRACE_SECONDS - 20
 
+GPU = "nvidia.com/gpu"
+"""The resource of GPUs in runs without Flyte and without `resources.gpu_resource`."""
+
 SPEC = "STRATA_SPEC"
 """Environment variable with the run spec, in pods that `tasks.runtime.launch` starts in."""
 
@@ -47,6 +50,15 @@ def scheduling_labels(asked: Resources, *, trains: bool = True) -> dict[str, str
         TIME_LIMIT: seconds,
     }
     return {label: value for label, value in labels.items() if value is not None}
+
+
+def require_flytes_gpus(resources: Resources) -> None:
+    """Raises ValueError for a resource that a task of Flyte's cannot ask for."""
+    if resources.gpu_resource is not None:
+        raise ValueError(
+            f"resources.gpu_resource: {resources.gpu_resource!r} is for runs without Flyte, whose configuration names "
+            "the resource of all its runs (plugins.k8s.gpu-resource-name); leave it out, or take the backend kubernetes"
+        )
 
 
 def check_pods(output: str, resources: Resources, topology: Topology) -> list[str]:

@@ -19,6 +19,9 @@ VARIABLE = "STRATA_QUEUES"
 """The same text in the environment of pods."""
 
 _DEFAULT = "default"
+# The end of the names of GPUs' resources, where it is Flyte's configuration that names it.
+_GPU = "/gpu"
+_UNITS = {"cpu": "CPUs", _GPU: "GPUs"}
 
 
 @dataclass(frozen=True)
@@ -124,20 +127,20 @@ def _needs(asked: Resources, topology: Topology) -> Iterator[tuple[str, Decimal]
     yield "cpu", pods * parse_quantity(asked.cpu)
     yield "memory", pods * parse_quantity(asked.memory)
     if asked.gpu:
-        yield "/gpu", Decimal(pods * asked.gpu)
+        yield asked.gpu_resource or _GPU, Decimal(pods * asked.gpu)
 
 
 def _too_much(need: Mapping[str, Decimal], most: Mapping[str, Decimal]) -> Iterator[str]:
     """What exceeds a flavor's largest admission, in words. A resource without a quota is not admitted either."""
     for name, wanted in need.items():
-        named = [resource for resource in most if resource == name or (name == "/gpu" and resource.endswith(name))]
+        named = [resource for resource in most if resource == name or (name == _GPU and resource.endswith(name))]
         room = max((most[resource] for resource in named), default=Decimal(0))
         # Devices without a quota are never admitted. Kueue may be configured to ignore CPU and memory.
-        if (named or name == "/gpu") and wanted > room:
+        if (named or name not in ("cpu", "memory")) and wanted > room:
             yield f"all pods together ask for {_shown(name, wanted)} and at most {_shown(name, room)} can be had"
 
 
 def _shown(name: str, value: Decimal) -> str:
     if name == "memory":
         return f"{value / 2**30:.4g} GiB of memory"
-    return f"{value.normalize():f} {'GPUs' if name == '/gpu' else 'CPUs'}"
+    return f"{value.normalize():f} {_UNITS.get(name, name)}"

@@ -22,9 +22,10 @@ def quota(flavor, **resources):
 GIVEN = {
     "required": True,
     "unqueuedLimits": {"cpu": "16", "memory": "64Gi"},
-    "queues": {"small": "small", "language": "language", "theirs": "made-elsewhere"},
+    "queues": {"small": "small", "language": "language", "theirs": "made-elsewhere", "slices": "slices"},
     "clusterQueues": [
         {"name": "small", "quotas": [quota("cpu", cpu="1600m", memory="8Gi")]},
+        {"name": "slices", "quotas": [quota("mig", cpu=1, memory="64Gi", **{"nvidia.com/mig-3g.40gb": 7})]},
         {"name": "language", "cohort": "all", "quotas": [
             quota("h200", cpu=64, memory="512Gi", gpu={"nominal": 8, "borrowingLimit": 16}),
             quota("a100", cpu=64, memory="512Gi", gpu=4)]},
@@ -48,8 +49,8 @@ def problem(given=GIVEN, nnodes=1, is_job=True, **resources):
     [
         ({"queue": "small"}, None),
         ({"queue": "small", "cpu": "800m", "nnodes": 2}, None),
-        ({"queue": "typo"}, "resources.queue: there is no queue 'typo', only: small, language, theirs"),
-        ({}, "resources.queue: unset, and runs have to name one of the queues: small, language, theirs"),
+        ({"queue": "typo"}, "resources.queue: there is no queue 'typo', only: small, language, theirs, slices"),
+        ({}, "resources.queue: unset, and runs have to name one of the queues: small, language, theirs, slices"),
         ({"queue": "small", "cpu": "801m", "nnodes": 2},
          "all pods together ask for 1.602 CPUs and at most 1.6 CPUs can be had in flavor cpu, so queue 'small' would "
          "never admit the run; queue language can"),
@@ -66,6 +67,11 @@ def problem(given=GIVEN, nnodes=1, is_job=True, **resources):
          "no other queue of the tenant can"),
         # CPUs of the whole cohort.
         ({"queue": "language", "gpu": 1, "cpu": 321}, "ask for 321 CPUs and at most 320 CPUs can be had in"),
+        # A quota of other devices.
+        ({"queue": "language", "gpu": 1, "gpu_resource": "nvidia.com/mig-3g.40gb"},
+         "ask for 1 nvidia.com/mig-3g.40gb and at most 0 nvidia.com/mig-3g.40gb can be had"),
+        ({"queue": "slices", "gpu": 1, "gpu_resource": "nvidia.com/mig-3g.40gb"}, None),
+        ({"queue": "slices", "gpu": 1, "gpu_resource": "amd.com/gpu"}, "at most 0 amd.com/gpu can be had"),
         # Nothing is known of a cluster queue that the chart did not make.
         ({"queue": "theirs", "gpu": 64}, None),
     ],
@@ -108,13 +114,33 @@ def test_a_small_run_of_one_pod_needs_no_queue_with_flyte_and_one_without(client
         alone.require_admission(RunSpec().resources, RunSpec().topology)
 
 
+def test_without_flyte_gpus_are_nvidias_unless_the_spec_says_so_and_with_it_the_configuration_does(
+    client, admin, kubernetes
+):
+    admin.active = "v1"
+    queues = [{"name": "amd", "quotas": [quota("mi300x", cpu=64, memory="512Gi", **{"amd.com/gpu": 8})]}]
+    shares = {"required": True, "queues": {"default": "amd"}, "clusterQueues": queues}
+    kubernetes.content["configmaps"]["strata-queues"] = (200, {"shares.json": json.dumps(shares)})
+    plain, named = (
+        RunSpec.model_validate({"name": "amd", "output": "/runs", "resources": {"gpu": 1, **more}})
+        for more in ({}, {"gpu_resource": "amd.com/gpu"})
+    )
+    client.submit(plain)
+    with pytest.raises(BackendError, match=r"'amd.com/gpu' is for runs without Flyte, whose configuration names"):
+        client.submit(named)
+    alone = KubernetesBackend(NAMESPACE)
+    alone.require_admission(named.resources, named.topology)
+    with pytest.raises(BackendError, match=r"ask for 1 nvidia.com/gpu and at most 0 nvidia.com/gpu can be had"):
+        alone.require_admission(plain.resources, plain.topology)
+
+
 def test_submit_and_estimate_ask_the_cluster(client, admin, kubernetes, tmp_path, monkeypatch, caplog):
     admin.active = "v1"
     wrong = RunSpec.model_validate({"resources": {"queue": "typo"}})
     # A cluster with queues that others made.
     client.submit(RunSpec.model_validate({"name": "first", "resources": {"queue": "typo"}}))
     kubernetes.content["configmaps"]["strata-queues"] = (200, {"shares.json": json.dumps(GIVEN)})
-    with pytest.raises(BackendError, match="there is no queue 'typo', only: small, language, theirs") as caught:
+    with pytest.raises(BackendError, match="there is no queue 'typo', only: small, language, theirs, slices") as caught:
         client.submit(wrong)
     assert (caught.value.status, caught.value.reason) == (422, "Inadmissible")
     assert [request.name for request in admin.created] == ["first"]

@@ -41,6 +41,7 @@ from strata_platform.backends.pod_progress import PodProgress, with_record, with
 from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound
 from strata_platform.estimate.gpus import Gpu
 from strata_platform.owner import this_user
+from strata_platform.pod_settings import require_flytes_gpus
 from strata_platform.run_layout import METRICS
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run
 
@@ -106,6 +107,10 @@ class FlyteBackend:
 
         Flyte decides which of two submissions at once has the name: the other one gets RunExists.
         """
+        try:
+            require_flytes_gpus(spec.resources)
+        except ValueError as error:
+            raise BackendError(str(error), status=422, reason="Invalid") from error
         plan = self._registration.launch_plan()
         mine = uuid4().hex
         labels = {NAME: spec.name, OWNER: this_user()}

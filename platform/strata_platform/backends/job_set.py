@@ -17,7 +17,7 @@ from strata_platform.backends.backend import execution_name
 from strata_platform.backends.kubernetes_objects import JOB_SET, SHAPE
 from strata_platform.kubernetes_api import Object
 from strata_platform.outcomes import RETRYABLE_CODES
-from strata_platform.pod_settings import ENVIRONMENT, GRACE_SECONDS, RETRIES, SPEC, scheduling_labels
+from strata_platform.pod_settings import ENVIRONMENT, GPU, GRACE_SECONDS, RETRIES, SPEC, scheduling_labels
 
 if TYPE_CHECKING:
     from strata_platform.spec import RunSpec
@@ -36,8 +36,8 @@ PORT = 29500
 # Short: the name of a pod's host has the JobSet's, this, and two numbers, and at most 63 characters.
 WORKERS = "w"
 _LONGEST = 63 - len(f"-{WORKERS}-0-9999") - len("-x999")
-# The label that NVIDIA's feature discovery puts on nodes.
-GPU, GPU_MODEL = "nvidia.com/gpu", "nvidia.com/gpu.product"
+# Labels of nodes, by vendor: of NVIDIA's feature discovery, and of AMD's node labeller.
+GPU_MODELS = {"nvidia.com": "nvidia.com/gpu.product", "amd.com": "amd.com/gpu.product-name"}
 _SHARED_MEMORY, _SHARED_MEMORY_PATH = "strata-shared-memory", "/dev/shm"  # noqa: S108
 
 
@@ -130,12 +130,16 @@ def _pod(name: str, resources: Resources, topology: Topology, template: Object, 
     inner["volumes"] = [*(inner.get("volumes") or []), {"name": _SHARED_MEMORY, "emptyDir": memory}]
     inner |= {"restartPolicy": "Never", "containers": [container], "terminationGracePeriodSeconds": GRACE_SECONDS}
     if resources.gpu:
+        device = resources.gpu_resource or GPU
+        vendor = device.partition("/")[0]
+        # Nodes whose GPUs are cut into slices have the taint of whole ones.
+        taints = dict.fromkeys((f"{vendor}/gpu", device))
         inner["tolerations"] = [
             *(inner.get("tolerations") or []),
-            {"key": GPU, "operator": "Exists", "effect": "NoSchedule"},
+            *({"key": taint, "operator": "Exists", "effect": "NoSchedule"} for taint in taints),
         ]
         if resources.gpu_type:
-            inner["nodeSelector"] = {**(inner.get("nodeSelector") or {}), GPU_MODEL: resources.gpu_type}
+            inner["nodeSelector"] = {**(inner.get("nodeSelector") or {}), GPU_MODELS[vendor]: resources.gpu_type}
     return pod
 
 
@@ -159,5 +163,9 @@ def _shape(topology: Topology) -> str:
 
 def _resources(asked: Resources, base: Object) -> dict[str, Any]:
     """Requests and limits of a pod, beside those of its template, such as a network device."""
-    own = {"cpu": asked.cpu, "memory": asked.memory, **({GPU: str(asked.gpu)} if asked.gpu else {})}
+    own = {
+        "cpu": asked.cpu,
+        "memory": asked.memory,
+        **({asked.gpu_resource or GPU: str(asked.gpu)} if asked.gpu else {}),
+    }
     return {kind: {**(base.get(kind) or {}), **own} for kind in ("requests", "limits")}

@@ -37,7 +37,7 @@ from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFoun
 from strata_platform.estimate.gpus import Gpu
 from strata_platform.kubernetes_api import ApiError, Object
 from strata_platform.owner import owner_of_account, this_user
-from strata_platform.pod_settings import QUEUE, SPEC, TIME_LIMIT, check_pods
+from strata_platform.pod_settings import GPU, QUEUE, SPEC, TIME_LIMIT, check_pods
 from strata_platform.run_layout import RunLayout
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run, Stage
 
@@ -84,7 +84,8 @@ class KubernetesBackend:
 
     def require_admission(self, resources: Resources, topology: Topology) -> None:
         """Raises BackendError if the tenant's queues can never admit the run. Warns if that is not known."""
-        require_admission(self._namespace, resources, topology)
+        named = {"gpu_resource": resources.gpu_resource or GPU} if resources.gpu else {}
+        require_admission(self._namespace, resources.model_copy(update=named), topology)
 
     def me(self) -> str:
         """The account that Kubernetes knows this client by. One that many share may name a person in STRATA_OWNER."""

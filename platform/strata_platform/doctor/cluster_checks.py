@@ -10,7 +10,7 @@ from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any
 
-from strata_platform.backends.job_set import GPU_MODEL
+from strata_platform.backends.job_set import GPU_MODELS
 from strata_platform.backends.kubernetes import POD_TEMPLATE
 from strata_platform.backends.kubernetes_objects import JOB_SET
 from strata_platform.doctor.cluster_reader import TENANT, ClusterReader, images_of
@@ -258,7 +258,7 @@ def _gpu_nodes(cluster: ClusterReader) -> Finding:
         )
     if not nodes:
         return warning("no node has allocatable GPUs: runs train on CPUs", "install the GPU operator, or add nodes")
-    label = cluster.kubernetes_plugin.get("gpu-device-node-label") if cluster.with_flyte else GPU_MODEL
+    label = cluster.kubernetes_plugin.get("gpu-device-node-label") if cluster.with_flyte else GPU_MODELS["nvidia.com"]
     if not label:
         return warning(
             f"{len(nodes)} nodes have GPUs, but Flyte's configuration names no label for their model: "

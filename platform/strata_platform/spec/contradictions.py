@@ -25,6 +25,9 @@ from strata_platform.spec.problems import Contradiction
 from strata_platform.spec.source_rules import source_rules
 from strata_platform.spec.streaming_rules import streaming_rules
 
+# How the resources of MIG slices begin.
+MIG = "nvidia.com/mig-"
+
 if TYPE_CHECKING:
     from strata_platform.spec.data import Data, Reading
     from strata_platform.spec.export import Export
@@ -176,6 +179,18 @@ def _processes(spec: RunSpec) -> Iterator[Contradiction]:
         spec.resources.gpu_type is not None and spec.resources.gpu == 0,
         ("resources.gpu_type", "resources.gpu"),
         "set, but resources.gpu is 0; set resources.gpu, or leave resources.gpu_type out",
+    )
+    resource = spec.resources.gpu_resource
+    yield Contradiction(
+        resource is not None and gpus == 0,
+        ("resources.gpu_resource", "resources.gpu"),
+        "set, but resources.gpu is 0; set resources.gpu, or leave resources.gpu_resource out",
+    )
+    yield Contradiction(
+        resource is not None and resource.startswith(MIG) and topology.world_size > 1,
+        ("resources.gpu_resource", "topology.nproc_per_node", "topology.nnodes"),
+        f"{resource} is a slice of a GPU, of which CUDA shows a process one, but topology has {topology.world_size} "
+        "processes; set topology.nproc_per_node and topology.nnodes to 1, or take whole GPUs",
     )
 
 

@@ -114,6 +114,11 @@ Name = Annotated[
     Field(pattern=rf"^[a-z0-9]([a-z0-9-]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?$"),
     Allowed(f"up to {LONGEST_NAME} lower-case letters, digits and inner dashes"),
 ]
+GpuResource = Annotated[
+    str,
+    Field(pattern=r"^(nvidia|amd)\.com/[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$"),
+    Allowed("a resource of NVIDIA's or AMD's device plugin, such as amd.com/gpu; no others' devices train"),
+]
 _QuantityText = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
 Quantity = Annotated[
     _QuantityText,

@@ -21,6 +21,7 @@ from strata_platform.spec.fields import (
     Count,
     Flag,
     Folder,
+    GpuResource,
     Integer,
     Name,
     Number,
@@ -167,7 +168,12 @@ class Resources(Section):
     gpu_type: Text | None = Field(
         None,
         description="GPU model: a value of the node label that Flyte's `gpu-device-node-label` names; without Flyte, "
-        "of `nvidia.com/gpu.product`.",
+        "of `nvidia.com/gpu.product` or `amd.com/gpu.product-name`.",
+    )
+    gpu_resource: GpuResource | None = Field(
+        None,
+        description="Without Flyte: the resource by which Kubernetes counts the GPUs, by default `nvidia.com/gpu`; "
+        "also `amd.com/gpu`, or one MIG slice such as `nvidia.com/mig-3g.40gb`. With Flyte its configuration names it.",
     )
     shared_memory: Quantity = Field("2Gi", description="Size of /dev/shm.")
     queue: Name | None = Field(

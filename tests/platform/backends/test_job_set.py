@@ -54,6 +54,24 @@ def pod_of(job):
     return job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
 
 
+@pytest.mark.parametrize(
+    ("resource", "label", "taints"),
+    [
+        (None, "nvidia.com/gpu.product", ["nvidia.com/gpu"]),
+        ("nvidia.com/mig-3g.40gb", "nvidia.com/gpu.product", ["nvidia.com/gpu", "nvidia.com/mig-3g.40gb"]),
+        ("amd.com/gpu", "amd.com/gpu.product-name", ["amd.com/gpu"]),
+    ],
+)
+def test_gpus_are_counted_by_the_resource_that_the_spec_names(resource, label, taints):
+    asked = {"gpu": 1, "gpu_resource": resource, "gpu_type": "model"}
+    pod = pod_of(made(RunSpec.model_validate({"output": "/runs", "resources": asked})))["spec"]
+    for kind in ("requests", "limits"):
+        found = {name for name in pod["containers"][0]["resources"][kind] if "gpu" in name or "mig" in name}
+        assert found == {resource or "nvidia.com/gpu"}
+    assert pod["nodeSelector"] == {"pool": "training", label: "model"}
+    assert [each["key"] for each in pod["tolerations"]] == ["team", *taints]
+
+
 def test_the_jobset_queues_and_belongs_to_its_run():
     job = made()
     assert job["metadata"]["labels"] == {

@@ -222,6 +222,16 @@ def test_a_long_value_is_shortened():
             "parallel.stage 3",
         ),
         ({"resources": {"gpu_type": "NVIDIA-H200"}}, "resources.gpu_type", "resources.gpu"),
+        ({"resources": {"gpu_resource": "amd.com/gpu"}}, "resources.gpu_resource", "resources.gpu"),
+        (
+            {
+                "resources": {"gpu_resource": "nvidia.com/mig-3g.40gb", "gpu": 2},
+                "topology": {"nproc_per_node": 2},
+                "parallel": {"type": "ddp"},
+            },
+            "resources.gpu_resource",
+            "topology.nnodes to 1",
+        ),
         ({"data": {"format": "text"}}, "data.format", "objective.type"),
         (
             {"data": {"train_on": "last_turn"}, "objective": {"type": "pretrain"}},
@@ -649,6 +659,12 @@ def test_problems_of_sections_in_a_list_are_those_of_their_fields():
 )
 def test_rows_to_evaluate_on_may_come_from_anywhere(data):
     assert RunSpec.model_validate({"data": data, "evaluation": {"every": 5}}).evaluation.every == 5
+
+
+def test_devices_that_nothing_here_trains_on_are_rejected():
+    for name in ("habana.ai/gaudi", "google.com/tpu", "gpu", "nvidia.com/"):
+        problem = problems_of(resources={"gpu_resource": name, "gpu": 1})["resources.gpu_resource"]
+        assert "a resource of NVIDIA's or AMD's device plugin, such as amd.com/gpu" in problem.allowed
 
 
 def test_contradictions_are_found_beside_wrong_fields():
