@@ -92,6 +92,34 @@ def test_a_run_is_prepared_trained_evaluated_and_exported(cluster, runs, killed)
     assert listed.phase is Phase.SUCCEEDED
 
 
+def test_a_run_that_has_succeeded_is_not_started_again(cluster, runs, killed):
+    spec, ended, _ = killed
+    again = runs.submit(spec)
+    assert (again.phase, again.where) == (Phase.SUCCEEDED, ended.where)
+    jobs = cluster.custom.list_namespaced_custom_object(*JOBSETS, label_selector=f"strata/run={spec.name}")
+    assert len(jobs["items"]) == 1
+
+
+@pytest.mark.slow
+def test_a_run_that_no_quota_can_admit_any_more_is_ended(cluster, runs):
+    spec = named("shrunk-alone", resources={"queue": "express"})
+    with cluster.held("express"):
+        runs.submit(spec)
+        until("it waits", lambda: runs.get(spec.name).stage is Stage.WAITING)
+        with cluster.cpu_quota("1"):
+            cluster.shut("express", "None")
+            until("that is told", lambda: "it waits for ever" in runs.get(spec.name).message)
+
+            def ended():
+                """It waits for ten seconds first."""
+                said = cluster.run_cron_job("strata-system", "strata-queue-timeout")
+                return said if f"{spec.name} is ended" in said else None
+
+            assert "for longer than queues.timeout.after, 10s" in until("it is ended", ended)
+            found = runs.get(spec.name)
+            assert found.phase is Phase.ABORTED and "no quota of queue express is large enough" in found.message
+
+
 def test_a_canceled_run_gives_its_machines_to_the_next_and_is_continued(cluster, runs, undisturbed):
     spec, waits = named("canceled-alone"), named("waits", resources={"queue": "express"})
     runs.submit(spec)
@@ -195,6 +223,18 @@ def test_a_run_that_waits_starts_by_its_queue_alone(of_grace):
         api.request("PATCH", path, {"spec": {"podSets": fewer}})
 
 
+def test_a_run_belongs_to_whoever_submitted_it(of_grace):
+    own, name = of_grace
+    assert Client(own).get(name).owner == "grace"
+    body = own._fetch(name)
+    labels = body["metadata"]["labels"] | {"strata/owner": "ada"}
+    forged = {"metadata": {"name": f"{name}-forged", "labels": labels}, "spec": body["spec"]}
+    with pytest.raises(ApiError, match='the label strata/owner is "ada"; it is that of whoever submits'):
+        own._send("POST", "", {"apiVersion": body["apiVersion"], "kind": "JobSet", **forged})
+    with pytest.raises(ApiError, match='that of whoever submits the run, "grace", and stays'):
+        own._send("PATCH", f"/{name}", {"metadata": {"labels": {"strata/owner": "ada"}}})
+
+
 def test_pods_that_pretend_to_be_of_a_jobset_are_refused(cluster, runs):
     labels = {"jobset.sigs.k8s.io/jobset-name": "mine"}
     container = {"name": "c", "image": cluster.image, "resources": {"limits": {"nvidia.com/gpu": "1"}}}
@@ -230,7 +270,7 @@ def test_a_run_out_of_time_is_saved_and_not_retried(cluster, runs):
 def test_kueue_ends_a_run_that_holds_its_machines_for_too_long(cluster, runs):
     spec = named("held-too-long", resources={"time_limit": 60})
     template, image = runs.backend._template("strata")
-    body = job_set(spec.name, spec, template, image, "ada", "submission")
+    body = job_set(spec.name, spec, template, image, runs.backend.me(), "submission")
     # In place of an hour more than the limit.
     body["metadata"]["labels"][TIME_LIMIT] = "5"
     runs.backend._send("POST", "", body)
