@@ -62,8 +62,9 @@ SEEN = {
 # The machine is busy: a slow answer is none of a dead server, and servers get their share.
 PATIENT = {"timeoutSeconds": 15, "failureThreshold": 8, "periodSeconds": 2}
 SHARE = {"requests": {"cpu": "50m", "memory": "64Mi"}}
-# Seconds that a phase may take. A cold build is 15 to 30 minutes of two cores.
-LIMITS = {"build": 2100, "images": 120, "up": 120, "module": 300, "install": 240, "down": 60}
+# Seconds that a phase may take, or a command of a client. A cold build is 15 to 30 minutes of two cores; of a machine
+# that others use, a client may get a twentieth.
+LIMITS = {"build": 2100, "images": 120, "up": 180, "module": 300, "install": 360, "client": 180, "down": 60}
 EXIT_CANNOT = 75
 
 
@@ -100,7 +101,7 @@ def started(command: list[str], **options: Any) -> Iterator[subprocess.Popen[str
         raise
 
 
-def inside(*command: str, limit: float, text: str | None = None) -> str:
+def inside(*command: str, limit: float = LIMITS["client"], text: str | None = None) -> str:
     """Run a client in the cluster's network."""
     return shell([str(SCRIPTS / "ns.sh"), *command], limit=limit, text=text)
 
@@ -152,7 +153,7 @@ def up() -> None:
     inside("ip", "link", "set", "cni0", "address", BRIDGE, limit=10)
     job_set_controller.start_names(SCRIPTS, STATE)
     if upstream_flyte.PROGRAM:
-        upstream_flyte.start_database(partial(inside, limit=60), DATABASE, STORE)
+        upstream_flyte.start_database(inside, DATABASE, STORE)
         upstream_flyte.start_provider([str(SCRIPTS / "ns.sh")], PROVIDER, STORE)
     install()
 
@@ -172,7 +173,7 @@ def down() -> None:
 def install() -> None:
     """The training operator's manifests, then the stack in its two steps, then the claims of its pods."""
     operator = module("github.com/kubeflow/training-operator@v1.9.3") / "manifests" / "overlays" / "standalone"
-    manifests = list(yaml.safe_load_all(inside("kubectl", "kustomize", str(operator), limit=60)))
+    manifests = list(yaml.safe_load_all(inside("kubectl", "kustomize", str(operator))))
     for manifest in manifests:
         if manifest["kind"] == "Deployment":
             (container,) = manifest["spec"]["template"]["spec"]["containers"]
@@ -185,14 +186,14 @@ def install() -> None:
     jobset = {"image": image("jobset"), "controller": {"resources": SHARE}}
     chart = str(module(job_set_controller.MODULE) / "charts" / "jobset")
     own = ["helm", "install", "jobset", chart, "--namespace", "jobset-system", "--create-namespace", "--values", "-"]
-    inside(*own, limit=60, text=yaml.safe_dump(jobset))
+    inside(*own, text=yaml.safe_dump(jobset))
     install_stack()
     # As in an image. Pods see them read-only, and each of their processes would compile them again.
     for name in ("kernels", "platform", "tasks"):
         compileall.compile_dir(SEEN[name], quiet=1)
     RUNS.mkdir(mode=0o777, parents=True)
     apply(*claims())
-    inside("kubectl", "-n", "kubeflow", "rollout", "status", "deploy/training-operator", "--timeout=60s", limit=70)
+    inside("kubectl", "-n", "kubeflow", "rollout", "status", "deploy/training-operator", "--timeout=170s")
     admin: dict[str, Any] = {"endpoint": f"dns:///{FLYTE}:8089", "insecure": True}
     if upstream_flyte.PROGRAM:
         admin = upstream_flyte.client_configuration(FLYTE, STATE)
@@ -223,25 +224,18 @@ def remove_stack() -> None:
 
 def back_up_flyte() -> None:
     """Flyte's state, as docs/backup.md says."""
-    upstream_flyte.back_up_database(partial(inside, limit=60), BACKUP, STORE)
+    upstream_flyte.back_up_database(inside, BACKUP, STORE)
 
 
 def restore_flyte() -> None:
     """An empty database, and in it the state that was backed up."""
     flyte = ("kubectl", "--namespace", NAMESPACE)
-    inside(*flyte, "scale", "deploy/flyte-binary", "--replicas=0", limit=30)
-    inside(
-        *flyte,
-        "wait",
-        "pods",
-        "--selector=app.kubernetes.io/name=flyte-binary",
-        "--for=delete",
-        "--timeout=90s",
-        limit=100,
-    )
-    upstream_flyte.restore_database(partial(inside, limit=60), BACKUP, STORE)
-    inside(*flyte, "scale", "deploy/flyte-binary", "--replicas=1", limit=30)
-    inside(*flyte, "rollout", "status", "deploy/flyte-binary", "--timeout=120s", limit=130)
+    inside(*flyte, "scale", "deploy/flyte-binary", "--replicas=0")
+    mine = "--selector=app.kubernetes.io/name=flyte-binary"
+    inside(*flyte, "wait", "pods", mine, "--for=delete", "--timeout=170s")
+    upstream_flyte.restore_database(inside, BACKUP, STORE)
+    inside(*flyte, "scale", "deploy/flyte-binary", "--replicas=1")
+    inside(*flyte, "rollout", "status", "deploy/flyte-binary", "--timeout=170s")
 
 
 def upgrade(values: dict[str, Any], *options: str) -> None:
@@ -251,7 +245,7 @@ def upgrade(values: dict[str, Any], *options: str) -> None:
     # The pods' image has no tini: their program must not be process 1, which signals without a handler pass by.
     shared = '{"template": {"spec": {"shareProcessNamespace": true}}}'
     for tenant in TENANTS:
-        inside("kubectl", "-n", tenant, "patch", "podtemplate", "strata", "--type=merge", f"--patch={shared}", limit=30)
+        inside("kubectl", "-n", tenant, "patch", "podtemplate", "strata", "--type=merge", f"--patch={shared}")
 
 
 def module(version: str) -> Path:
@@ -415,7 +409,7 @@ def claims() -> Iterator[dict[str, Any]]:
 
 def apply(*manifests: dict[str, Any]) -> None:
     """Hand manifests to the cluster."""
-    inside("kubectl", "apply", "--server-side", "-f", "-", limit=60, text=yaml.safe_dump_all(manifests))
+    inside("kubectl", "apply", "--server-side", "-f", "-", text=yaml.safe_dump_all(manifests))
 
 
 def patiently(do: Callable[[], object], *pauses: float) -> None:
@@ -442,8 +436,8 @@ def accounts() -> Iterator[str]:
                 for tenant in TENANTS:
                     admin = [gateway, "admin", *root, "--endpoint-url", endpoint]
                     user = [*admin, "create-user", "--access", tenant, "--secret", f"{tenant}-secret", "--role", "user"]
-                    patiently(partial(inside, *user, limit=30), 0.2, 0.5, 1, 2, 5)
-                    inside(*admin, "create-bucket", "--bucket", tenant, "--owner", tenant, limit=30)
+                    patiently(partial(inside, *user), 0.2, 0.5, 1, 2, 5)
+                    inside(*admin, "create-bucket", "--bucket", tenant, "--owner", tenant)
                 yield endpoint
             finally:
                 os.killpg(process.pid, signal.SIGKILL)
