@@ -145,11 +145,11 @@ CHECKS = (
         "a small model of the same configuration keeps the sequences of a row apart",
     ),
     Check(
-        "planned images",
+        "planned images and audio",
         ("plan", "launch"),
-        "models.vision:require_planned_image_support",
+        "models.multimodal:require_planned_media_support",
         ("spec",),
-        "where the spec names images, the model's family and the parallelism support them",
+        "where the spec names images or audio, the model's family and the parallelism support them",
     ),
     Check(
         "own objective",
@@ -257,11 +257,11 @@ CHECKS = (
         "the model has an embedding for every token of the prepared rows",
     ),
     Check(
-        "images",
+        "images and audio",
         ("rank 0",),
-        "models.vision:require_image_support",
+        "models.multimodal:require_media_support",
         ("spec", "data"),
-        "with images in the rows, the model's family and the parallelism support them",
+        "with images or audio in the rows, the model's family and the parallelism support them",
     ),
     Check(
         "validation rows",

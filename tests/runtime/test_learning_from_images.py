@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import fingerprint, prepare
-from tasks.runtime.export.check_folder import difference, image_results
+from tasks.runtime.export.check_folder import difference, media_results
 from tasks.runtime.models.trained_weights import build_trained_model, collect_weights
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tests.runtime.helpers.comparable_runs import approx, curve, file_of
@@ -91,13 +91,13 @@ def test_it_learns_what_only_the_image_holds(learned):
 def test_a_published_folder_is_read_on_a_picture(learned):
     """What the export compares differs as soon as the tower or the processor is another."""
     model = AutoModelForImageTextToText.from_pretrained(learned.model)
-    expected = image_results(model, learned.model)
-    assert torch.equal(image_results(model, learned.model)["image_logits"], expected["image_logits"])
+    expected = media_results(model, learned.model)
+    assert torch.equal(media_results(model, learned.model)["media_logits"], expected["image_logits"])
     with torch.no_grad():
         model.model.visual.patch_embed.proj.weight.mul_(1.1)
-    assert "logits of a picture differ" in difference(
+    assert "logits of a picture or a sound differ" in difference(
         {"input_ids": torch.ones(1), "logits": torch.ones(1)} | expected,
-        {"input_ids": torch.ones(1), "logits": torch.ones(1)} | image_results(model, learned.model),
+        {"input_ids": torch.ones(1), "logits": torch.ones(1)} | media_results(model, learned.model),
     )
 
 
@@ -119,7 +119,7 @@ def test_an_adapter_learns_other_answers_in_packed_rows_also_interrupted(learned
 
     recipe = DataRecipe.from_spec(spec, fingerprint(spec))
     data = prepare(recipe, data_folder(spec.output, recipe), report=print)
-    assert data.manifest.train.images == data.manifest.train.samples > data.manifest.train.rows
+    assert data.manifest.train.media == data.manifest.train.samples > data.manifest.train.rows
     merged = build_trained_model(spec, collect_weights(RunFolder.of(spec), spec.adapter, record))
     assert accuracy(learned.model, ROTATED, merged) > 0.95
 

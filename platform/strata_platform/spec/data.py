@@ -57,6 +57,11 @@ FormatName = Literal[
     "prompt_chat",
 ]  # fmt: skip
 
+MEDIA_FIELDS = (
+    "images_column", "image_folder", "image_max_pixels", "image_min_pixels",
+    "audios_column", "audio_folder", "audio_max_seconds", "audio_min_seconds",
+)  # fmt: skip
+"""Fields of `data` that say that rows have images or audio."""
 MAX_SOURCES = 100
 
 
@@ -145,6 +150,23 @@ class Reading(Section):
     image_min_pixels: Count | None = Field(
         None, description="Pixels of an image at least: a row with a smaller one is skipped and counted."
     )
+    audios_column: Text | None = Field(
+        None,
+        description="Column with the audio of a chat, in order: paths, URLs, or bytes; by default `audios` or `audio`. "
+        "See [Audio](audio.md).",
+    )
+    audio_folder: FolderOrUrl | None = Field(
+        None, description="Folder or URL that relative paths of audio begin in; by default that of the data file."
+    )
+    audio_max_seconds: Number | None = Field(
+        None,
+        gt=0,
+        description="Seconds of an audio at most; a processor that drops what is longer has a limit of its own. "
+        "`overlong` says what becomes of a longer one.",
+    )
+    audio_min_seconds: Number | None = Field(
+        None, gt=0, description="Seconds of an audio at least: a row with a shorter one is skipped and counted."
+    )
     ignore_columns: tuple[Text, ...] = Field(
         (),
         description="Columns, and keys of messages, to leave unread although they may change what a row means, such as "
@@ -158,8 +180,8 @@ class Reading(Section):
     )
     overlong: Literal["skip", "truncate", "error"] = Field(
         "skip",
-        description="What to do with a sample longer than a row, or a pair of answers. Skips are counted and "
-        "reported; plain text is split instead, under `pretrain` all of it.",
+        description="What to do with a sample longer than a row, or a pair of answers, and with an audio that is too "
+        "long. Skips are counted and reported; plain text is split instead, under `pretrain` all of it.",
     )
     invalid: Literal["error", "skip"] = Field(
         "error", description="What to do with a row of the wrong type. Skips are counted and reported."

@@ -12,10 +12,12 @@ def source_rules(data: Data) -> Iterator[Contradiction]:
     """Every rule about `data.sources` and validation sources, broken or not."""
     yield from _one_or_several(data)
     yield from _columns("data", data)
+    yield from _limits("data", data)
     yield from _validation("data", data)
     for index, source in enumerate(data.sources):
         yield from _validation(f"data.sources[{index}]", source)
         yield from _columns(f"data.sources[{index}]", source)
+        yield from _limits(f"data.sources[{index}]", source)
         yield _duplicate(data, index)
     yield from _weights(data)
     yield from _templates(data)
@@ -51,6 +53,17 @@ def _columns(path: str, section: Reading) -> Iterator[Contradiction]:
             name is not None and name == getattr(section, second),
             (f"{path}.{first}", f"{path}.{second}"),
             f"{name!r}, as {path}.{second}, so that the model would learn to repeat it; name another column",
+        )
+
+
+def _limits(path: str, section: Reading) -> Iterator[Contradiction]:
+    """Limits of images and audio that leave none."""
+    for least, most in (("image_min_pixels", "image_max_pixels"), ("audio_min_seconds", "audio_max_seconds")):
+        low, high = getattr(section, least), getattr(section, most)
+        yield Contradiction(
+            None not in (low, high) and low > high,
+            (f"{path}.{least}", f"{path}.{most}"),
+            f"{low}, more than {path}.{most} {high}; lower it, or raise {path}.{most}",
         )
 
 

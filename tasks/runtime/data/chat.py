@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from strata_platform.file_io import require_regular_file
 from strata_platform.spec.data import TrainOn
-from tasks.runtime.data.image_messages import IMAGE, as_parts
+from tasks.runtime.data.media_messages import as_parts, has_stand_in
 from tasks.runtime.data.message_check import PRIVATE, MessageCheck
 from tasks.runtime.data.messages import Messages, learned_messages
 from tasks.runtime.data.rows import RowError, require_valid_unicode, suggestion
@@ -131,7 +131,7 @@ class ChatTemplate:
     ) -> None:
         """name: what `data.chat_template` says; None for the tokenizer's own template.
 
-        multimodal: of a vision-language model, so that it may read contents as lists of parts alone.
+        multimodal: of a multimodal model, so that it may read contents as lists of parts alone.
         """
         self.source = source
         self._reads_texts: bool | None = None if multimodal else True
@@ -189,7 +189,9 @@ class ChatTemplate:
         return Rendered(text, [])
 
     def _needs_parts(self, messages: Messages) -> bool:
-        """Whether contents are rendered as lists of parts: those of a chat with images, or of a template for these."""
+        """Whether contents are rendered as lists of parts: those of a chat with images or audio, or of a template for
+        these.
+        """
         if self._reads_texts is None:
             self._in_parts, text = False, chr(PRIVATE)
             try:
@@ -197,7 +199,7 @@ class ChatTemplate:
             except RowError:
                 rendered = text
             self._reads_texts = text in rendered
-        return not self._reads_texts or any(IMAGE in message.get("content", "") for message in messages)
+        return not self._reads_texts or any(has_stand_in(message.get("content", "")) for message in messages)
 
     def _marked_turns(
         self, messages: Messages, turns: list[int], learned: list[int], where: str, tools: Tools | None

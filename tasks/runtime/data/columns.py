@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from strata_platform.spec.data import Data
 from strata_platform.spec.objectives import PAIRED, PROMPTED
-from tasks.runtime.data.image_messages import image_columns
+from tasks.runtime.data.media import MEDIA
+from tasks.runtime.data.media_messages import media_columns
 from tasks.runtime.data.rows import Row, describe_type, suggestion
 from tasks.runtime.data.token_rows import COLUMN as TOKENS
 from tasks.runtime.data.token_rows import OPTIONAL as BESIDE_TOKENS
@@ -139,8 +140,8 @@ _MEANINGS: dict[str, _Meaning] = {
         "give messages with weight 0, or labels of -100, instead",
     ),
     "images": _Meaning(_RAW, _is_given, "holds images", "give the row as a chat, by data.format 'alpaca' or messages"),
-    "audio": _Meaning((*_RAW, *CHATS), _is_given, "holds audio", "only texts and images are read"),
-    "videos": _Meaning((*_RAW, *CHATS), _is_given, "holds videos", "only texts and images are read"),
+    "audio": _Meaning(_RAW, _is_given, "holds audio", "give the row as a chat, by data.format 'alpaca' or messages"),
+    "videos": _Meaning((*_RAW, *CHATS), _is_given, "holds videos", "only texts, images and audio are read"),
     "functions": _Meaning(CHATS, _is_given, "holds the tools of the chat", f"rename it to {TOOLS!r}"),
     "chat_template_kwargs": _Meaning(CHATS, _is_given, "changes how the chat is rendered", "drop the column"),
 }
@@ -226,7 +227,8 @@ def optional_columns(name: str, columns: Iterable[str], data: Data) -> tuple[str
         return tuple(column for column in BESIDE_TOKENS if column not in data.ignore_columns)
     if name not in CHATS:
         return ()
-    found = (*system_columns(data), TOOLS, *image_columns(data))
+    media = (column for medium in MEDIA for column in media_columns(data, medium))
+    found = (*system_columns(data), TOOLS, *media)
     if name in ("alpaca", "prompt_chat") or (name == "preference_chat" and len(tuple(columns)) == len(_FIELDS[name])):
         found += (*INPUTS, HISTORY)
     return tuple(column for column in found if column not in data.ignore_columns and column not in columns)

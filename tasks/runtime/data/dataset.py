@@ -29,8 +29,10 @@ IGNORE_INDEX = -100
 
 MISMATCHED = "mismatched_"
 """Begins the names of columns with other completions."""
-IMAGE_COLUMNS = ("images", "image_sizes", "document_images")
-"""Of a row with images: their bytes [N], uint8; how many each has [I], and how many images each document [D], int64."""
+MEDIA_COLUMNS = ("media", "media_sizes", "document_media")
+"""Of a row with images or audio: their bytes [N], uint8; how many each has [M], and how many of them each document has
+[D], int64.
+"""
 ROPE_COLUMNS = ("rope_time", "rope_height", "rope_width")
 """Positions of a token in three dimensions, each [T], int64, for models that rotate by them (M-RoPE)."""
 COLUMNS = "columns"
@@ -127,7 +129,7 @@ class RowDataset(Dataset[Row]):
             ends = shard["column_ends"]
             return tensors | {COLUMNS: shard[COLUMNS][int(ends[row]) : int(ends[row + 1])]}
         padded = _pad(tensors, self._length - (end - begin) if self._length else 0, self._pad_token_id)
-        return padded | _images(shard, int(shard["rows"][row]), int(shard["rows"][row + 1]))
+        return padded | _media(shard, int(shard["rows"][row]), int(shard["rows"][row + 1]))
 
     def _with_mismatched(self, matched: Row, other: Row, reference: Tensor | None) -> Row:
         """One row of both, padded to one length."""
@@ -220,16 +222,16 @@ def _completion(shard: Row, document: tuple[int, int]) -> int:
     return document[0] + int(shard["targets"][slice(*document)].to(torch.uint8).argmax())
 
 
-def _images(shard: dict[str, Tensor], first: int, last: int) -> Row:
-    """The columns of IMAGE_COLUMNS of the documents from `first` to before `last`; {} if they have no image."""
-    if "images" not in shard:
+def _media(shard: dict[str, Tensor], first: int, last: int) -> Row:
+    """The columns of MEDIA_COLUMNS of the documents from `first` to before `last`; {} if they have none."""
+    if "media" not in shard:
         return {}
-    numbers = shard["document_images"][first : last + 1]
-    ends = shard["image_ends"][int(numbers[0]) : int(numbers[-1]) + 1]
+    numbers = shard["document_media"][first : last + 1]
+    ends = shard["media_ends"][int(numbers[0]) : int(numbers[-1]) + 1]
     if ends.numel() == 1:
         return {}
-    content = shard["images"][int(ends[0]) : int(ends[-1])]
-    return dict(zip(IMAGE_COLUMNS, (content, ends.diff(), numbers.diff()), strict=True))
+    content = shard["media"][int(ends[0]) : int(ends[-1])]
+    return dict(zip(MEDIA_COLUMNS, (content, ends.diff(), numbers.diff()), strict=True))
 
 
 def _pad(row: Row, padding: int, pad_token_id: int) -> Row:
@@ -248,18 +250,18 @@ def _filler(name: str, size: int, like: Tensor, pad_token_id: int) -> Tensor:
 
 
 def document_of(row: Row, number: int) -> Row:
-    """The document of that number in a row, with its images."""
+    """The document of that number in a row, with its images or audio."""
     starts = [*(row["position_ids"] == 0).nonzero().flatten().tolist(), row["position_ids"].numel()]
     own = slice(starts[number], starts[number + 1])
-    alone = {name: tensor[own] for name, tensor in row.items() if name not in IMAGE_COLUMNS}
-    counts = row["document_images"] if "images" in row else torch.zeros(0, dtype=torch.int64)
+    alone = {name: tensor[own] for name, tensor in row.items() if name not in MEDIA_COLUMNS}
+    counts = row["document_media"] if "media" in row else torch.zeros(0, dtype=torch.int64)
     if number >= counts.numel() or not counts[number]:
         return alone
-    ends = torch.cat([row["image_sizes"].new_zeros(1), row["image_sizes"].cumsum(0)])
+    ends = torch.cat([row["media_sizes"].new_zeros(1), row["media_sizes"].cumsum(0)])
     first = int(counts[:number].sum())
     last = first + int(counts[number])
-    columns = row["images"][int(ends[first]) : int(ends[last])], row["image_sizes"][first:last], counts[number][None]
-    return alone | dict(zip(IMAGE_COLUMNS, columns, strict=True))
+    columns = row["media"][int(ends[first]) : int(ends[last])], row["media_sizes"][first:last], counts[number][None]
+    return alone | dict(zip(MEDIA_COLUMNS, columns, strict=True))
 
 
 def collate(batch: list[Row]) -> Batch:
@@ -267,7 +269,7 @@ def collate(batch: list[Row]) -> Batch:
 
     The token id of the padding does not matter: it has no label, and only padding attends to it.
     """
-    _require_no_images(batch)
+    _require_no_media(batch)
     columns, batch = _columns(with_one_width(batch))
     longest = max(row["input_ids"].numel() for row in batch)
     rows = [_pad(row, longest - row["input_ids"].numel(), 0) for row in batch]
@@ -288,7 +290,7 @@ def collate_flat(batch: list[Row]) -> Batch:
     transformers' flash attention detects packed documents, by restarting position ids, only in batches of one row. In a
     larger batch a document would attend to the documents before it. transformers: `DataCollatorWithFlattening`.
     """
-    _require_no_images(batch)
+    _require_no_media(batch)
     if COLUMNS in batch[0]:
         # Prompts, which no model reads as a batch.
         return collate(batch)
@@ -296,12 +298,12 @@ def collate_flat(batch: list[Row]) -> Batch:
     return {name: torch.cat([row[name] for row in batch])[None] for name in batch[0]}
 
 
-def _require_no_images(batch: list[Row]) -> None:
-    """Raise ValueError for rows whose images nothing has taken."""
-    if any(name in row for row in batch for name in IMAGE_COLUMNS):
+def _require_no_media(batch: list[Row]) -> None:
+    """Raise ValueError for rows whose images or audio nothing has taken."""
+    if any(name in row for row in batch for name in MEDIA_COLUMNS):
         raise ValueError(
-            "data.source: its rows have images, which are read only where all rows are prepared before training; set "
-            "data.streaming to false"
+            "data.source: its rows have images or audio, which are read only where all rows are prepared before "
+            "training; set data.streaming to false"
         )
 
 

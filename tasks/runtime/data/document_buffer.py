@@ -27,20 +27,20 @@ SHARD_TOKENS = 1 << 24
 class DocumentBuffer:
     """Tokenized documents in order of arrival, in temporary files in `folder`. A context manager.
 
-    tokens: of all documents so far. held_tokens, and held_bytes of images, of columns and of a teacher's tokens: of
+    tokens: of all documents so far. held_tokens, and held_bytes of media, of columns and of a teacher's tokens: of
     those that `clear` has not removed.
     """
 
     def __init__(self, folder: Path) -> None:
-        names = ("ids", "targets", "images", "top-ids", "top-log-probs", "columns")
+        names = ("ids", "targets", "media", "top-ids", "top-log-probs", "columns")
         self._paths = tuple(folder / f"{name}.spool" for name in names)
         # Closed in __exit__.
         self._files = tuple(open(path, "wb") for path in self._paths)  # noqa: SIM115
-        self._ids, self._targets, self._images, self._top_ids, self._top_log_probs, self._columns = self._files
+        self._ids, self._targets, self._media, self._top_ids, self._top_log_probs, self._columns = self._files
         self._column_sizes = array("q")
         # Of each document, the targets that a teacher's tokens are known of, and how many of these each has.
         self._top_counts, self._top_widths = array("q"), array("q")
-        self._image_sizes, self._image_counts = array("q"), array("q")
+        self._media_sizes, self._media_counts = array("q"), array("q")
         self._lengths, self._samples = array("q"), array("q")
         self._completion_spans, self._scores = array("q"), array("f")
         self.tokens = self.held_tokens = self.held_bytes = 0
@@ -72,11 +72,11 @@ class DocumentBuffer:
             self._columns.write(encoded.columns)
             self._column_sizes.append(len(encoded.columns))
             self.held_bytes += len(encoded.columns)
-        for image in encoded.images:
-            self._images.write(image)
-            self._image_sizes.append(len(image))
-        self._image_counts.append(len(encoded.images))
-        self.held_bytes += sum(map(len, encoded.images))
+        for content in encoded.media:
+            self._media.write(content)
+            self._media_sizes.append(len(content))
+        self._media_counts.append(len(encoded.media))
+        self.held_bytes += sum(map(len, encoded.media))
         self._add_top_tokens(encoded)
         self.tokens += len(encoded)
         self.held_tokens += len(encoded)
@@ -104,7 +104,7 @@ class DocumentBuffer:
             file.truncate()
         self._lengths, self._samples, self._completion_spans = array("q"), array("q"), array("q")
         self._scores, self._column_sizes = array("f"), array("q")
-        self._image_sizes, self._image_counts = array("q"), array("q")
+        self._media_sizes, self._media_counts = array("q"), array("q")
         self._top_counts, self._top_widths = array("q"), array("q")
         self.held_tokens = self.held_bytes = 0
 
@@ -127,7 +127,7 @@ class DocumentBuffer:
             ids[begin:end],
             targets[begin:end],
             (self._completion_spans[2 * index], self._completion_spans[2 * index + 1]),
-            images=tuple(image.tobytes() for image in self._images_of(np.array([index]))),
+            media=tuple(content.tobytes() for content in self._media_of(np.array([index]))),
         )
 
     def write_shards(
@@ -152,10 +152,10 @@ class DocumentBuffer:
         A file holds `input_ids` [N] (int32) and `targets` [N] (bool) of all its rows, concatenated; `documents` [D + 1]
         (int64), the offset of each document; `rows` [R + 1] (int64), the first document of each row; and `scores` [D]
         (float32), if documents have them. With a teacher's tokens, also `top_token_ids` [targets, K] (int32) and
-        `top_log_probs` [targets, K] (float32) of all targets, concatenated; see `TopTokens`. With images, also
-        `images` [bytes] (uint8) of all of them, concatenated; `image_ends` [I + 1] (int64), the offset of each;
-        `document_images` [D + 1] (int64), the first image of each document. With prompts, `columns` [bytes] (uint8) of
-        all documents and `column_ends` [D + 1] (int64), the offset of each.
+        `top_log_probs` [targets, K] (float32) of all targets, concatenated; see `TopTokens`. With images or
+        audio, also `media` [bytes] (uint8) of all of them, concatenated; `media_ends` [M + 1] (int64), the offset of
+        each; `document_media` [D + 1] (int64), the first one of each document. With prompts, `columns` [bytes] (uint8)
+        of all documents and `column_ends` [D + 1] (int64), the offset of each.
         """
         lengths = self.lengths
         offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -169,7 +169,7 @@ class DocumentBuffer:
         ids, targets = self._memory_map()
         scores = np.array(self._scores, dtype=np.float32)
         shards: list[Shard] = []
-        target_tokens = images = 0
+        target_tokens = media = 0
         row_tokens = np.bincount(row_of, weights=lengths[documents], minlength=count).astype(np.int64)
         for begin, end in _shard_ranges(row_tokens, shard_tokens):
             in_shard = slice(*np.searchsorted(row_of, [begin, end]))
@@ -183,8 +183,8 @@ class DocumentBuffer:
             if scores.size:
                 tensors["scores"] = scores[documents[in_shard]]
             tensors |= self._top_tensors(documents[in_shard])
-            tensors |= self._image_tensors(documents[in_shard]) | self._column_tensors(documents[in_shard])
-            images += tensors["image_ends"].size - 1 if "image_ends" in tensors else 0
+            tensors |= self._media_tensors(documents[in_shard]) | self._column_tensors(documents[in_shard])
+            media += tensors["media_ends"].size - 1 if "media_ends" in tensors else 0
             path = folder / f"{name}-{first + len(shards):05d}.safetensors"
             save_file(tensors, path)
             shards.append(Shard(path.name, end - begin, path.stat().st_size, _digest(tensors)))
@@ -196,7 +196,7 @@ class DocumentBuffer:
             target_tokens=target_tokens,
             rows=count,
             shards=tuple(shards),
-            images=images,
+            media=media,
         )
 
     def _top_tensors(self, documents: Ints) -> dict[str, npt.NDArray[np.generic]]:
@@ -216,16 +216,16 @@ class DocumentBuffer:
         names = ("top_token_ids", "top_log_probs")
         return dict(zip(names, map(np.concatenate, zip(*parts, strict=True)), strict=True))
 
-    def _image_tensors(self, documents: Ints) -> dict[str, npt.NDArray[np.generic]]:
-        """The tensors of a shard for the images of its documents; {} without images."""
-        counts = np.array(self._image_counts, dtype=np.int64)[documents]
+    def _media_tensors(self, documents: Ints) -> dict[str, npt.NDArray[np.generic]]:
+        """The tensors of a shard for the images or audio of its documents; {} without any."""
+        counts = np.array(self._media_counts, dtype=np.int64)[documents]
         if not counts.sum():
             return {}
-        found = self._images_of(documents)
+        found = self._media_of(documents)
         return {
-            "images": np.concatenate(found),
-            "image_ends": np.concatenate([[0], np.cumsum([image.size for image in found])]).astype(np.int64),
-            "document_images": np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+            "media": np.concatenate(found),
+            "media_ends": np.concatenate([[0], np.cumsum([content.size for content in found])]).astype(np.int64),
+            "document_media": np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         }
 
     def _column_tensors(self, documents: Ints) -> dict[str, npt.NDArray[np.generic]]:
@@ -242,18 +242,18 @@ class DocumentBuffer:
             "column_ends": np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
         }
 
-    def _images_of(self, documents: Ints) -> list[npt.NDArray[np.uint8]]:
-        """The bytes of the images of some documents, in order."""
-        if not self._image_sizes:
+    def _media_of(self, documents: Ints) -> list[npt.NDArray[np.uint8]]:
+        """The bytes of the images or audio of some documents, in order."""
+        if not self._media_sizes:
             return []
-        self._images.flush()
+        self._media.flush()
         content = np.memmap(self._paths[2], np.uint8, "r")
-        ends = np.concatenate([[0], np.cumsum(np.array(self._image_sizes, dtype=np.int64))])
-        first = np.concatenate([[0], np.cumsum(np.array(self._image_counts, dtype=np.int64))])
+        ends = np.concatenate([[0], np.cumsum(np.array(self._media_sizes, dtype=np.int64))])
+        first = np.concatenate([[0], np.cumsum(np.array(self._media_counts, dtype=np.int64))])
         return [
-            content[ends[image] : ends[image + 1]]
+            content[ends[number] : ends[number + 1]]
             for document in documents
-            for image in range(first[document], first[document + 1])
+            for number in range(first[document], first[document + 1])
         ]
 
     def _memory_map(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:

@@ -40,7 +40,7 @@ class Document:
     has_special_tokens: a template rendered the text, so no special tokens are added around it.
     score: the number that the row gives to it; see `scores`.
     begins, ends: whether the document begins and ends here, rather than in another row; see `Row`.
-    images: the bytes of the images that its text has tokens for, in order.
+    media: the bytes of the images or audio that its text has tokens for, in order.
     tokens: in the place of segments, what they would be tokenized to.
     top_tokens: of a teacher, for each of its tokens or for each that carries loss.
     columns: of a prompt, what rewards get of its row, as JSON.
@@ -51,7 +51,7 @@ class Document:
     begins: bool = True
     ends: bool = True
     score: float | None = None
-    images: tuple[bytes, ...] = ()
+    media: tuple[bytes, ...] = ()
     tokens: Tokens | None = None
     top_tokens: TopTokens | None = None
     columns: bytes | None = None

@@ -46,8 +46,8 @@ class Encoded:
 
     The first token is never a target, because no token precedes it. `completion_span` is the range of the last segment
     that the model generates. `complete`: all of the document was tokenized, not only what shows that it is too long.
-    `score`: that of the document. `images`: the bytes of its images in order; `images_end`: the place after the last
-    token that stands for one. `top_tokens`: of a teacher, for each target. `columns`: those of the
+    `score`: that of the document. `media`: the bytes of its images or audio in order; `media_end`: the place after
+    the last token that stands for one. `top_tokens`: of a teacher, for each target. `columns`: those of the
     document.
     """
 
@@ -56,8 +56,8 @@ class Encoded:
     completion_span: tuple[int, int]
     complete: bool = True
     score: float | None = None
-    images: tuple[bytes, ...] = ()
-    images_end: int = 0
+    media: tuple[bytes, ...] = ()
+    media_end: int = 0
     top_tokens: TopTokens | None = None
     columns: bytes | None = None
 
@@ -70,7 +70,7 @@ class Encoder:
 
     learn_all: every token but those of context carries loss, not only those that the model generates.
     longest: tokens that a row takes, if longer documents are not split.
-    image_ids: gives the ids of tokens that stand for images.
+    media_ids: gives the ids of tokens that stand for images or audio.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class Encoder:
         *,
         learn_all: bool,
         longest: int | None = None,
-        image_ids: Callable[[], Collection[int]] = tuple,
+        media_ids: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self._tokenizer = tokenizer
         self._backend = _backend_of(tokenizer)
-        self._image_ids = image_ids
+        self._media_ids = media_ids
         self._learn_all = learn_all
         self.longest = longest
         # Ids of the last tokens of the assistant's turns in chats so far.
@@ -178,15 +178,15 @@ class Encoder:
         learned = np.concatenate(targets)
         if document.begins:
             learned[:1] = False
-        if not document.images:
+        if not document.media:
             top_tokens = _of_targets(document.top_tokens, learned)
             return Encoded(
                 ids, learned, completion_span, score=document.score, top_tokens=top_tokens, columns=document.columns
             )
-        stands = np.isin(ids, list(self._image_ids()))
+        stands = np.isin(ids, list(self._media_ids()))
         end = int(np.flatnonzero(stands)[-1]) + 1 if stands.any() else 0
         return Encoded(
-            ids, learned & ~stands, completion_span, score=document.score, images=document.images, images_end=end
+            ids, learned & ~stands, completion_span, score=document.score, media=document.media, media_end=end
         )
 
     def _tokenize(self, texts: list[str], *, control: bool = True) -> list[Ids]:
@@ -326,9 +326,9 @@ def split_long(encoded: Encoded, length: int) -> list[Encoded]:
 
 
 def truncate(encoded: Encoded, length: int) -> Encoded:
-    """The first `length` tokens, among which are those of all images."""
-    assert encoded.images_end <= length
-    return replace(_slice(encoded, 0, length), images=encoded.images, images_end=encoded.images_end)
+    """The first `length` tokens, among which are those of all images and audio."""
+    assert encoded.media_end <= length
+    return replace(_slice(encoded, 0, length), media=encoded.media, media_end=encoded.media_end)
 
 
 def _slice(encoded: Encoded, start: int, stop: int) -> Encoded:

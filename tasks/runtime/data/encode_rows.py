@@ -13,7 +13,7 @@ from tasks.runtime.data.document_buffer import DocumentBuffer
 from tasks.runtime.data.documents import Document
 from tasks.runtime.data.encode import Encoded, Encoder, join, split_long, truncate
 from tasks.runtime.data.formats import Format
-from tasks.runtime.data.image_files import TooFewPixels
+from tasks.runtime.data.media_files import SkippedBySize
 from tasks.runtime.data.prepared_manifest import SKIP_REASONS
 from tasks.runtime.data.rows import Row, RowError
 
@@ -22,8 +22,8 @@ Report = Callable[[str], None]
 # Rows and characters that are tokenized together.
 _BATCH = 512
 _BATCH_CHARACTERS = 1 << 22
-# Bytes of images that count as a character.
-_IMAGE_BYTES = 64
+# Bytes of images or audio that count as a character.
+_MEDIA_BYTES = 64
 _SECONDS_BETWEEN_REPORTS = 10.0
 
 # A sample's number, its row, and the row's documents.
@@ -131,8 +131,8 @@ def _batches(
         counts.read += row.begins
         try:
             documents = row_format.documents(row)
-        except TooFewPixels:
-            counts.skipped["image_size"] += 1
+        except SkippedBySize as error:
+            counts.skipped[error.reason] += 1
             continue
         except RowError as error:
             raise_unless_skipping(recipe, error)
@@ -141,7 +141,7 @@ def _batches(
         batch.append((number, row, documents))
         characters += sum(len(segment.text) for document in documents for segment in document.segments)
         characters += sum(_numbers(document) for document in documents)
-        characters += sum(len(image) for document in documents for image in document.images) // _IMAGE_BYTES
+        characters += sum(len(content) for document in documents for content in document.media) // _MEDIA_BYTES
         if len(batch) == _BATCH or characters > _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
@@ -257,8 +257,8 @@ def _fit_prompt(recipe: DataRecipe, documents: list[Encoded], where: str, counts
 
 
 def _can_truncate(document: Encoded, length: int) -> bool:
-    """Whether the first `length` tokens of a document have those of all its images."""
-    return not document.images or (document.complete and document.images_end <= length)
+    """Whether the first `length` tokens of a document have those of all its images and audio."""
+    return not document.media or (document.complete and document.media_end <= length)
 
 
 def _skip_overlong(recipe: DataRecipe, where: str, longest: Encoded, counts: Counts) -> None:

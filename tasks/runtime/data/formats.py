@@ -45,7 +45,7 @@ from tasks.runtime.data.columns import (
     optional_columns,
 )
 from tasks.runtime.data.documents import Document, Segment
-from tasks.runtime.data.image_messages import IMAGE, images_in, with_images, without_images
+from tasks.runtime.data.media_messages import between_stand_ins, media_in, with_media, without_media
 from tasks.runtime.data.messages import (
     Messages,
     answer_of,
@@ -57,7 +57,7 @@ from tasks.runtime.data.messages import (
 from tasks.runtime.data.own_format import is_own, is_own_chat, own_columns, own_messages, own_segments
 from tasks.runtime.data.preferences import chat_answers, text_answers
 from tasks.runtime.data.prompt_template import PromptTemplate, prompt_shape
-from tasks.runtime.data.row_images import Drawn, Processor, RowImages
+from tasks.runtime.data.row_media import Drawn, Processor, RowMedia
 from tasks.runtime.data.rows import Row, RowError, require_valid_unicode, suggestion
 from tasks.runtime.data.scores import with_scores
 from tasks.runtime.data.special_tokens import SpecialTokens, restore, texts_in
@@ -84,11 +84,11 @@ class Format:
     documents: ToDocuments
     special_tokens: SpecialTokens
     templates: str | dict[str, str] | None = None
-    images: RowImages | None = None
+    media: RowMedia | None = None
 
-    def image_ids(self) -> set[int]:
-        """Ids of the tokens that stand for images in the rows so far."""
-        return self.images.token_ids if self.images else set()
+    def media_ids(self) -> set[int]:
+        """Ids of the tokens that stand for images or audio in the rows so far."""
+        return self.media.token_ids if self.media else set()
 
     @property
     def paired(self) -> bool:
@@ -205,7 +205,7 @@ def make_format(
     first: the first rows, by which `data.special_tokens: auto` decides.
     score: the column with a label for the answer of each row, whose last turn alone is learned then; or with the
         margin of a pair.
-    processor: gives the processor of images, of a vision-language model.
+    processor: gives the processor of a multimodal model.
     teacher: the columns with a teacher's log-probabilities, if the objective reads these.
 
     Its function raises ValueError for a row with a column that is not read and changes what the row means.
@@ -221,8 +221,8 @@ def make_format(
     # Nothing that a template is for was rendered beforehand.
     if data.special_tokens == "auto" and not chats and data.template is None:
         special.control = _are_rendered(columns, first, special)
-    images = RowImages(data, processor) if chats else None
-    build = _builder(name, columns, tokenizer, data, special, images, _labelled_chat if score else _chat)
+    media = RowMedia(data, processor) if chats else None
+    build = _builder(name, columns, tokenizer, data, special, media, _labelled_chat if score else _chat)
     if score is not None:
         build = with_scores(build, score, paired=name in PREFERENCES)
     if teacher:
@@ -232,7 +232,7 @@ def make_format(
         unread.require_harmless(row)
         return build(row)
 
-    return Format(name, documents, special, templates_to_save(data.chat_template, tokenizer) if chats else None, images)
+    return Format(name, documents, special, templates_to_save(data.chat_template, tokenizer) if chats else None, media)
 
 
 def _builder(
@@ -241,23 +241,23 @@ def _builder(
     tokenizer: PreTrainedTokenizerBase,
     data: Data,
     special: SpecialTokens,
-    images: RowImages | None,
+    media: RowMedia | None,
     build_chat: Callable[[list[Messages], Row, Render], list[Document]],
 ) -> ToDocuments:
     if data.template is not None:
         template = PromptTemplate(data, columns)
         return lambda row: _templated(row, template, special)
     if is_own_chat(data):
-        assert images is not None
-        render = _renderer(tokenizer, data, special, images)
+        assert media is not None
+        render = _renderer(tokenizer, data, special, media)
         return lambda row: build_chat(
-            [with_images(chat, row, data)] if (chat := own_messages(row, data)) else [], row, render
+            [with_media(chat, row, data)] if (chat := own_messages(row, data)) else [], row, render
         )
     if is_own(name):
         return lambda row: _own(own_segments(row, data), row, special)
     if name in CHATS:
-        assert images is not None
-        render = _renderer(tokenizer, data, special, images, prompts=name in PROMPTS)
+        assert media is not None
+        render = _renderer(tokenizer, data, special, media, prompts=name in PROMPTS)
         build = {"preference_chat": _chat_preference, "prompt_chat": _prompt_chat}.get(name, build_chat)
         return lambda row: build(chats_of(name, columns, row, data), row, render)
     if name == "prompt":
@@ -280,7 +280,7 @@ def _are_rendered(columns: tuple[str, ...], first: Sequence[Row], special: Speci
 
 
 def _renderer(
-    tokenizer: PreTrainedTokenizerBase, data: Data, special: SpecialTokens, images: RowImages, *, prompts: bool = False
+    tokenizer: PreTrainedTokenizerBase, data: Data, special: SpecialTokens, media: RowMedia, *, prompts: bool = False
 ) -> Render:
     """What renders chats; with `prompts`, to the text that an answer follows."""
     plain, with_tools = (
@@ -288,23 +288,23 @@ def _renderer(
             resolve_template(data.chat_template, tokenizer, tools=tools),
             tokenizer,
             data.chat_template,
-            multimodal=images.multimodal,
+            multimodal=media.multimodal,
         )
         for tools in (False, True)
     )
 
     def render(messages: Messages, row: Row) -> list[Drawn]:
         tools = None if COLUMN in data.ignore_columns else tools_of(row)
-        if found := images_in(messages):
+        if found := media_in(messages):
             # Before a template for texts alone would be blamed.
-            images.processor(row)
-        texts, tools, hidden = special.hide_in_chat(without_images(messages), tools, row.where)
+            media.processor(found, row)
+        texts, tools, hidden = special.hide_in_chat(without_media(messages), tools, row.where)
         template = with_tools if tools else plain
         if prompts:
             rendered = [template.render_prompt(texts, row.where, tools)]
         else:
             rendered = template.render(texts, row.where, tools, data.train_on or "completions")
-        return images.draw([_segments(document, hidden, special) for document in rendered], found, row)
+        return media.draw([_segments(document, hidden, special) for document in rendered], found, row)
 
     return render
 
@@ -328,7 +328,7 @@ def chats_of(name: str, columns: tuple[str, ...], row: Row, data: Data) -> list[
         chats = [_continued(row, columns, data)]
     else:
         chats = [messages_of(row, columns[0], data.ignore_columns)]
-    return [with_images(with_system(chat, row, data), row, data) for chat in chats]
+    return [with_media(with_system(chat, row, data), row, data) for chat in chats]
 
 
 def _continued(row: Row, columns: tuple[str, ...], data: Data) -> Messages:
@@ -359,7 +359,7 @@ def raw_text(name: str, columns: tuple[str, ...], row: Row, data: Data) -> str:
         return "".join(segment.text for segment in own_segments(row, data))
     if name in CHATS or is_own(name):
         chats = [own_messages(row, data)] if is_own(name) else chats_of(name, columns, row, data)
-        return "\n".join(message.get("content", "").replace(IMAGE, "") for chat in chats for message in chat)
+        return "\n".join("".join(between_stand_ins(message.get("content", ""))) for chat in chats for message in chat)
     return "".join(row.text(column) for column in columns)
 
 
@@ -391,8 +391,8 @@ def _prompt_chat(chats: list[Messages], row: Row, render: Render) -> list[Docume
         return []
     [chat] = chats
     [drawn] = render(chat, row)
-    if drawn.images:
-        raise ValueError(f"{row.where}: the prompt has images, which objective.type 'grpo' does not read")
+    if drawn.media:
+        raise ValueError(f"{row.where}: the prompt has images or audio, which objective.type 'grpo' does not read")
     return [Document(tuple(drawn.segments), has_special_tokens=True, columns=_as_json(row, chat))]
 
 
@@ -438,7 +438,7 @@ def _chat_preference(chats: list[Messages], row: Row, render: Render) -> list[Do
             f"{row.where}: the chat template renders nothing for an answer; set data.chat_template to another template"
         )
     return [
-        Document(tuple(_only_last_turn(drawn.segments)), has_special_tokens=True, images=drawn.images) for drawn in last
+        Document(tuple(_only_last_turn(drawn.segments)), has_special_tokens=True, media=drawn.media) for drawn in last
     ]
 
 
@@ -466,7 +466,7 @@ def _labelled_chat(chats: list[Messages], row: Row, render: Render) -> list[Docu
             )
     last = [drawn for chat in chats for drawn in render(chat, row)][-1:]
     return [
-        Document(tuple(_only_last_turn(drawn.segments)), has_special_tokens=True, images=drawn.images)
+        Document(tuple(_only_last_turn(drawn.segments)), has_special_tokens=True, media=drawn.media)
         for drawn in last
         if drawn.segments
     ]
@@ -480,7 +480,7 @@ def _prompt_completion_document(prompt: str, completion: str, control: bool) -> 
 def _chat(chats: list[Messages], row: Row, render: Render) -> list[Document]:
     rendered = [drawn for chat in chats for drawn in render(chat, row)]
     return [
-        Document(tuple(drawn.segments), has_special_tokens=True, images=drawn.images)
+        Document(tuple(drawn.segments), has_special_tokens=True, media=drawn.media)
         for drawn in rendered
         if drawn.segments
     ]

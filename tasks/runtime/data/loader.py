@@ -116,12 +116,12 @@ def training_loader(
 ) -> TimedDataLoader:
     """Loader of this rank's micro-batches in order, `training.gradient_accumulation_steps` per step.
 
-    workers: processes that make batches ahead; by default some if there are images to decode for a GPU, else none.
+    workers: processes that make batches ahead; by default some if images or audio are decoded for a GPU, else none.
     """
     rows = data.train
     if workers is None:
         # A CPU that trains has none to spare.
-        pictured = data.manifest.has_images and processes.device.type == "cuda"
+        pictured = data.manifest.has_media and processes.device.type == "cuda"
         workers = min(_MAX_WORKERS, available_cpus() // spec.topology.nproc_per_node - 1) if pictured else 0
     order = row_order(data.manifest, rows, spec.data, spec.seed)
     dataset: Dataset[Row] = rows

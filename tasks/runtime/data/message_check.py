@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 
-from tasks.runtime.data.image_messages import IMAGE
+from tasks.runtime.data.media_messages import between_stand_ins, has_stand_in
 from tasks.runtime.data.messages import Messages
 from tasks.runtime.data.rows import RowError
 from tasks.runtime.data.template_renderer import Span
@@ -115,7 +115,7 @@ class MessageCheck:
 def _missing(contents: list[str], text: str) -> set[int]:
     """The contents that are not in a text as often as they should be; short ones may be parts of others.
 
-    Of a content with images, all that is between them must be in the text.
+    Of a content with images or audio, all that is between them must be in the text.
     """
     whole, times = "\0".join(contents), Counter(contents)
     expected = {
@@ -128,8 +128,8 @@ def _missing(contents: list[str], text: str) -> set[int]:
         for index, content in enumerate(contents)
         if content
         and (
-            any(piece.strip() not in text for piece in content.split(IMAGE))
-            if IMAGE in content
+            any(piece.strip() not in text for piece in between_stand_ins(content))
+            if has_stand_in(content)
             else text.count(content) < expected[content]
         )
     }

@@ -13,7 +13,7 @@ from typing import Any
 
 from strata_platform.spec.data import Data, TrainOn
 from tasks.runtime.data.columns import HISTORY, INPUTS, system_columns
-from tasks.runtime.data.image_messages import IMAGE, image_of_part, is_image_part, require_places
+from tasks.runtime.data.media_messages import join_parts, medium_of_part, require_places
 from tasks.runtime.data.rows import Row, RowError, describe_type, require_valid_unicode
 from tasks.runtime.data.tools import called_functions, drop_nulls
 
@@ -138,13 +138,15 @@ def _calls(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _with_text(message: dict[str, Any]) -> dict[str, Any]:
-    """Join a content that is a list of parts: texts, and images, which `images` lists; see `image_messages`."""
+    """Join a content that is a list of parts: texts, images and audio; see `media_messages`."""
     parts = message.get("content")
-    if not isinstance(parts, list) or not parts or not all(_is_text(part) or is_image_part(part) for part in parts):
+    if not isinstance(parts, list) or not parts or not all(map(_is_read, parts)):
         return message
-    joined = {**message, "content": "".join(IMAGE if is_image_part(part) else part["text"] for part in parts)}
-    images = [image_of_part(part) for part in parts if is_image_part(part)]
-    return {**joined, "images": images} if images else joined
+    return {**message, **join_parts(parts)}
+
+
+def _is_read(part: Any) -> bool:
+    return _is_text(part) or medium_of_part(part) is not None
 
 
 def _is_text(part: Any) -> bool:
@@ -158,10 +160,10 @@ def _other_parts(message: dict[str, Any]) -> str:
     parts = message.get("content")
     if not isinstance(parts, list) or not parts:
         return ""
-    other = next(part for part in parts if not (_is_text(part) or is_image_part(part)))
+    other = next(part for part in parts if not _is_read(part))
     kind = other.get("type") if isinstance(other, dict) else None
     shown = f"type {kind!r}" if isinstance(kind, str) else describe_type(other)
-    return f"; only parts of type 'text' and images are read, this one has {shown}"
+    return f"; only parts of type 'text', images and audio are read, this one has {shown}"
 
 
 def _other_keys(message: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from strata_platform.spec import DataRecipe
 from tasks.runtime.data.atomic_folder import require_replaceable
 from tasks.runtime.data.columns import CHATS, PREFERENCES, PROMPTS
 from tasks.runtime.data.dataset import SAMPLES, TOKENIZER, PreparedData
-from tasks.runtime.data.image_processor import copy_processor
+from tasks.runtime.data.media_processor import copy_processor
 from tasks.runtime.data.own_format import is_own_chat
 from tasks.runtime.data.preparation_plan import Plan
 from tasks.runtime.data.prepared_manifest import EMPTY, SOURCES, SOURCES_KIND, Manifest, Split, values_in

@@ -18,7 +18,8 @@ MAX_GENERATION_SAMPLES = 64
 class PartRecord:
     """What became of a part: counts, shards, and what the manifest takes from all parts.
 
-    images_read, images_resized: of all samples, those that were skipped included.
+    medium: what samples have beside text, "image" or "audio". media_read, media_changed: of all samples, those that
+    were skipped included.
     documents, median: texts, and the middle one's tokens; of other formats 0. ends: the ends of long texts are held
     out rather than whole ones.
     """
@@ -31,8 +32,9 @@ class PartRecord:
     ends: bool = False
     largest_token_id: int = 0
     turn_end_ids: list[int] = field(default_factory=list)
-    images_read: int = 0
-    images_resized: int = 0
+    medium: str | None = None
+    media_read: int = 0
+    media_changed: int = 0
     special_found: int = 0
     special_example: tuple[str, str] | None = None
     samples: list[Sample] = field(default_factory=list)
@@ -77,8 +79,9 @@ def in_all(records: list[PartRecord]) -> PartRecord:
         whole.train, whole.validation = whole.train + record.train, whole.validation + record.validation
         whole.largest_token_id = max(whole.largest_token_id, record.largest_token_id)
         whole.special_found += record.special_found
-        whole.images_read += record.images_read
-        whole.images_resized += record.images_resized
+        whole.medium = whole.medium or record.medium
+        whole.media_read += record.media_read
+        whole.media_changed += record.media_changed
         whole.special_example = whole.special_example or record.special_example
         whole.ends = whole.ends or record.ends
     whole.median = weighted_median([(record.median, record.documents) for record in records])

@@ -19,7 +19,8 @@ from tasks.runtime.data.dataset import SAMPLES, TOKENIZER, PreparedData
 from tasks.runtime.data.encode_rows import Report
 from tasks.runtime.data.fingerprint import recipe_digest
 from tasks.runtime.data.growing_data import fetch_manifest
-from tasks.runtime.data.image_processor import processor_of
+from tasks.runtime.data.media import MEDIA
+from tasks.runtime.data.media_processor import packages_of, processor_of
 from tasks.runtime.data.mixture_folder import claim_folder, compose, copy_tokenizer, source_folders
 from tasks.runtime.data.part_processes import PlannedSource, in_turns, prepare_parts
 from tasks.runtime.data.part_records import MAX_GENERATION_SAMPLES, PartRecord, in_all, read_record
@@ -299,12 +300,13 @@ def _write_manifest(
     if not counts.used:
         raise ValueError(f"data.source {plan.source!r}: nothing is left to train on; {counts}")
     versions = plan.versions
-    if whole.images_read:
-        report(f"{whole.images_read:,} images read, {whole.images_resized:,} made smaller by data.image_max_pixels")
+    if whole.media_read:
+        medium = next(medium for medium in MEDIA if medium.name == whole.medium)
+        report(f"{whole.media_read:,} {medium.several} read, {whole.media_changed:,} {medium.changed}")
         processor = processor_of(recipe, tokenizer)
         assert processor is not None
-        processor().save(folder / TOKENIZER)
-        versions = {**versions, **{package: version(package) for package in ("pillow", "torchvision")}}
+        processor(medium).save(folder / TOKENIZER)
+        versions = {**versions, **{package: version(package) for package in packages_of(medium)}}
     _report_special_tokens(plan, whole, report)
     if plan.format == "text":
         _report_lengths(recipe, whole, report)

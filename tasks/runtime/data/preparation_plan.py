@@ -20,7 +20,7 @@ from strata_platform.spec.data import Data
 from tasks.runtime.data.columns import PROMPTS, Unread, columns_of, keys_in, optional_columns
 from tasks.runtime.data.encode_rows import Report, raise_unless_skipping
 from tasks.runtime.data.formats import Format, choose_format, make_format, raw_text
-from tasks.runtime.data.image_processor import processor_of
+from tasks.runtime.data.media_processor import processor_of
 from tasks.runtime.data.own_format import is_own, own_digest
 from tasks.runtime.data.parts import PART_BYTES, Part, Piece, divide
 from tasks.runtime.data.prepare_part import numbered_rows

@@ -16,7 +16,7 @@ from tasks.runtime.data.document_buffer import SHARD_TOKENS, DocumentBuffer
 from tasks.runtime.data.encode import Encoded, Encoder
 from tasks.runtime.data.encode_rows import Report, encode_rows, numbered
 from tasks.runtime.data.formats import Format
-from tasks.runtime.data.image_files import ImageCounts
+from tasks.runtime.data.media import MediaCounts
 from tasks.runtime.data.packing import Ints
 from tasks.runtime.data.part_records import MAX_GENERATION_SAMPLES, PartRecord, weighted_median
 from tasks.runtime.data.parts import Part
@@ -27,7 +27,7 @@ from tasks.runtime.data.validation import hold_out
 
 # Samples of a part have numbers of their own, by which some are held out.
 _NUMBERS = 1 << 40
-# Of the images, or of a teacher's log-probabilities, in a file of rows, about.
+# Of images or audio, or of a teacher's log-probabilities, in a file of rows, about.
 _SHARD_BYTES = 1 << 28
 
 
@@ -61,7 +61,7 @@ class PartPreparer:
             tokenizer,
             learn_all=recipe.data.train_on == "all",
             longest=None if splits else recipe.data.sequence_length,
-            image_ids=row_format.image_ids,
+            media_ids=row_format.media_ids,
         )
 
     def prepare(self, part: Part, folder: Path, suffix: str, report: Report) -> PartRecord:
@@ -72,8 +72,8 @@ class PartPreparer:
         """
         special = self._format.special_tokens
         special.found, special.example = 0, None
-        images = self._format.images
-        before = replace(images.reader.counts) if images else ImageCounts()
+        media = self._format.media
+        before = replace(media.counts) if media else MediaCounts()
         self.encoder.turn_end_ids.clear()
         record, self._last = PartRecord(), {}
         with DocumentBuffer(folder) as buffer:
@@ -87,9 +87,10 @@ class PartPreparer:
             self._write(buffer, folder, suffix, record)
             record.largest_token_id = buffer.largest_token_id
         record.turn_end_ids = sorted(self.encoder.turn_end_ids)
-        if images:
-            record.images_read = images.reader.counts.read - before.read
-            record.images_resized = images.reader.counts.resized - before.resized
+        if media and media.used:
+            record.medium = media.used.medium.name
+            record.media_read = media.counts.read - before.read
+            record.media_changed = media.counts.changed - before.changed
         record.special_found, record.special_example = special.found, special.example
         return record
 
@@ -129,7 +130,7 @@ class PartPreparer:
             if generates:
                 sample: Sample | None = Sample(self._tokenizer.decode(found.ids.tolist()), "", found.ids.tolist())
             else:
-                sample = _generation_sample(found, self._tokenizer, self.encoder.prefix_ids, self._format.image_ids())
+                sample = _generation_sample(found, self._tokenizer, self.encoder.prefix_ids, self._format.media_ids())
             record.samples += [sample] if sample else []
         buffer.clear()
 
@@ -150,7 +151,7 @@ def _count_texts(record: PartRecord, samples: Ints, lengths: Ints, *, continued:
 
 
 def _generation_sample(
-    document: Encoded, tokenizer: PreTrainedTokenizerBase, prefix_ids: list[int], image_ids: Collection[int]
+    document: Encoded, tokenizer: PreTrainedTokenizerBase, prefix_ids: list[int], media_ids: Collection[int]
 ) -> Sample | None:
     """A document as prompt and completion; a document without a prompt is split in the middle."""
     begin, end = document.completion_span
@@ -160,18 +161,18 @@ def _generation_sample(
         begin = (begin + end + 1) // 2
     if not skipped < begin < end:
         return None
-    if any(stands in image_ids for stands in ids[begin:]) and document.images:
-        # The prompt has a part of the images.
+    if any(stands in media_ids for stands in ids[begin:]) and document.media:
+        # The prompt has a part of the images or audio.
         return None
-    # One token for each image, which has hundreds.
+    # One token for each image or audio, which has hundreds.
     shown = [
         one
         for before, one in zip([None, *ids[skipped:begin]], ids[skipped:begin], strict=False)
-        if not document.images or one != before or one not in image_ids
+        if not document.media or one != before or one not in media_ids
     ]
     return Sample(
         prompt=tokenizer.decode(shown, clean_up_tokenization_spaces=False),
         completion=tokenizer.decode(ids[begin:end], skip_special_tokens=True, clean_up_tokenization_spaces=False),
         prompt_ids=ids[:begin],
-        images=tuple(base64.b64encode(image).decode() for image in document.images),
+        media=tuple(base64.b64encode(content).decode() for content in document.media),
     )

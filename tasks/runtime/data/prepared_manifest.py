@@ -25,19 +25,20 @@ SKIP_REASONS = {
     "no_target": "without a token that carries loss",
     "overlong": "longer than a row",
     "image_size": "with an image of fewer pixels than data.image_min_pixels",
+    "audio_length": "with an audio that is shorter or longer than allowed",
 }
 
 
 class Sample(NamedTuple):
     """A prompt, its completion in the data, and the prompt's token ids as in training, for generation.
 
-    images: those of the prompt, the bytes of each in base 64.
+    media: images or audio of the prompt, the bytes of each in base 64.
     """
 
     prompt: str
     completion: str
     prompt_ids: list[int]
-    images: tuple[str, ...] = ()
+    media: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,9 @@ class Shard:
 
 @dataclass(frozen=True)
 class Split:
-    """Counts of one split. `tokens` excludes padding; `target_tokens` carry loss; `images` are those of all rows."""
+    """Counts of one split. `tokens` excludes padding; `target_tokens` carry loss; `media` are the images or audio
+    of all rows.
+    """
 
     samples: int
     documents: int
@@ -60,7 +63,7 @@ class Split:
     target_tokens: int
     rows: int
     shards: tuple[Shard, ...]
-    images: int = 0
+    media: int = 0
 
     def __add__(self, other: Split) -> Split:
         """Both splits together; their samples are assumed to differ."""
@@ -127,9 +130,9 @@ class Manifest:
         return tuple(source for source in self.single_sources if source.is_trained)
 
     @property
-    def has_images(self) -> bool:
-        """Whether some rows have images."""
-        return bool(self.train.images or self.validation.images)
+    def has_media(self) -> bool:
+        """Whether some rows have images or audio."""
+        return bool(self.train.media or self.validation.media)
 
     @property
     def content_hash(self) -> str:

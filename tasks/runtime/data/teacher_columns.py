@@ -84,10 +84,10 @@ def with_top_tokens(build: ToDocuments) -> ToDocuments:
                 f"{row.where}: the chat template rewrites earlier turns, so that the row becomes {len(found)} "
                 f"documents, but column {LOGPROBS!r} is of one; give a row for each answer"
             )
-        if any(document.images for document in found):
+        if any(document.media for document in found):
             raise RowError(
-                f"{row.where}: has images, whose tokens column {LOGPROBS!r} does not count; name the teacher in "
-                "objective.teacher in place of the column"
+                f"{row.where}: has images or audio, whose tokens column {LOGPROBS!r} does not count; name the teacher "
+                "in objective.teacher in place of the column"
             )
         return [replace(document, top_tokens=top_tokens_of(row)) for document in found]
 

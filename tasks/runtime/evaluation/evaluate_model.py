@@ -16,14 +16,14 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data import Sample as Prompt
 from tasks.runtime.data.dataset import TOKENIZER
-from tasks.runtime.data.image_processor import saved_processor
+from tasks.runtime.data.media_processor import saved_processor
 from tasks.runtime.evaluation.lm_eval_harness import Score, task_scores
 from tasks.runtime.extensions.callback_runner import CallbackRunner
 from tasks.runtime.models.build import has_fused_loss, patch, set_special_tokens
+from tasks.runtime.models.media_inputs import sample_inputs, with_model_inputs
 from tasks.runtime.models.packing_support import learned_position_count
 from tasks.runtime.models.score_head import score_positions
 from tasks.runtime.models.trained_weights import build_initial_model, build_trained_model
-from tasks.runtime.models.vision import sample_inputs, with_model_inputs
 from tasks.runtime.objectives import build_validation_objective
 from tasks.runtime.objectives.validation_loss import validation_means
 from tasks.runtime.process.log import indented
@@ -170,10 +170,10 @@ def generate(
             return ""
         max_new_tokens = left
     inputs = {}
-    if prompt.images:
+    if prompt.media:
         processor = saved_processor(data.folder / TOKENIZER, tokenizer)
         assert processor is not None
-        inputs = sample_inputs(processor, model, ids, [b64decode(image) for image in prompt.images])
+        inputs = sample_inputs(processor, model, ids, [b64decode(content) for content in prompt.media])
     written = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),

@@ -19,18 +19,20 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from strata_platform.spec.model import Model
+from tasks.runtime.data.media_processor import saved_processor
 from tasks.runtime.export.gguf_families import FAMILIES
 from tasks.runtime.export.quantized_folder import read_quantized
 from tasks.runtime.models.attention_choice import choose_attention
 from tasks.runtime.models.custom_code import register_custom_code
+from tasks.runtime.models.media_inputs import sample_inputs
 from tasks.runtime.models.pretrained import load_pretrained
 from tasks.runtime.models.score_head import head_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-IMAGE_LOGITS = "image_logits"
-"""The result for a picture, if the model was trained on images."""
+MEDIA_LOGITS = "media_logits"
+"""The result for a picture or a sound, if the model was trained on images or audio."""
 # Tokens of the compared text.
 TOKENS = 64
 # Largest difference of logits relative to the largest logit, by dtype. Equal arithmetic in equal order differs by 0.
@@ -89,21 +91,17 @@ def tolerance_of(expected: dict[str, Tensor]) -> float:
     return _TOLERANCE[expected["logits"].dtype]
 
 
-def image_results(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
-    """The model's result for a picture, by the processor in `folder`: `image_logits` [1, T, V], on the CPU."""
-    from PIL import Image
-    from transformers import AutoProcessor
-
-    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
-    picture = Image.linear_gradient("L").resize((64, 48)).convert("RGB")
-    inputs = processor(images=[[picture]], text=[f"{processor.image_token}{_TEXT[:40]}"], return_tensors="pt")
-    given = {
-        name: (tensor.to(model.dtype) if tensor.is_floating_point() else tensor).to(model.device)
-        for name, tensor in inputs.items()
-    }
+def media_results(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
+    """The model's result for a picture or sound, by the processor in `folder`: `media_logits` [1, T, V], on the CPU."""
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    processor = saved_processor(folder, tokenizer)
+    assert processor is not None, f"{folder} has no processor"
+    content, stands = processor.example()
+    ids = torch.tensor([stands + processor.encode(_TEXT[:40])])
+    inputs = sample_inputs(processor, model, ids, [content])
     with torch.inference_mode():
-        logits = model.eval()(**given).logits
-    return {IMAGE_LOGITS: logits.cpu().contiguous()}
+        logits = model.eval()(input_ids=ids.to(model.device), **inputs).logits
+    return {MEDIA_LOGITS: logits.cpu().contiguous()}
 
 
 def difference(expected: dict[str, Tensor], found: dict[str, Tensor], tolerance: float | None = None) -> str | None:
@@ -114,7 +112,7 @@ def difference(expected: dict[str, Tensor], found: dict[str, Tensor], tolerance:
     if not torch.equal(expected["input_ids"], found["input_ids"]):
         return "the tokenizer makes other tokens of a text"
     tolerance = tolerance_of(expected) if tolerance is None else tolerance
-    for name, what in (("logits", "logits"), (IMAGE_LOGITS, "logits of a picture")):
+    for name, what in (("logits", "logits"), (MEDIA_LOGITS, "logits of a picture or a sound")):
         if name in expected:
             wanted, got = expected[name].float(), found[name].float()
             most, allowed = float((wanted - got).abs().max()), tolerance * float(wanted.abs().max())
@@ -294,7 +292,7 @@ def main() -> None:
         attention = choose_attention(attention, config)
         model = load_pretrained(name, head=head_of(config), dtype="auto", attn_implementation=attention)
         found = expected_of(model.to(device), tokenizer)
-        found |= image_results(model, folder) if IMAGE_LOGITS in expected else {}
+        found |= media_results(model, folder) if MEDIA_LOGITS in expected else {}
         wrong = difference(expected, found)
         close = "" if wrong else closeness(expected, found)
     print(json.dumps((wrong, close)))

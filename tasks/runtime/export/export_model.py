@@ -19,7 +19,7 @@ from strata_platform.spec import RunSpec, dump_spec
 from strata_platform.spec.model import Lora, Model
 from tasks.runtime.data import PreparedData
 from tasks.runtime.export.adapter_export import export_adapter
-from tasks.runtime.export.check_folder import expected_of, image_results, verify
+from tasks.runtime.export.check_folder import expected_of, media_results, verify
 from tasks.runtime.export.publish import PROCESSOR_FILES, RECORD, publish
 from tasks.runtime.export.serving_formats import write_formats
 from tasks.runtime.models.build import PRESETS, set_special_tokens
@@ -82,7 +82,7 @@ def write_model(spec: RunSpec, data: PreparedData, weights: Path, folder: Path) 
     if model.config.get_text_config() is not model.config:
         _copy_processor(spec.model, folder)
     expected = expected_of(model.to(device), tokenizer)
-    pictured = image_results(model, folder) if data.manifest.has_images else {}
+    pictured = media_results(model, folder) if data.manifest.has_media else {}
     del model
     if device.type == "cuda":
         torch.cuda.empty_cache()

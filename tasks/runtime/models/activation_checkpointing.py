@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from strata_platform.spec.training import Training
 from tasks.runtime.models.activation_offloading import Offloading
 from tasks.runtime.models.kept_operators import KeptOperators, name_of
-from tasks.runtime.models.vision import is_multimodal
+from tasks.runtime.models.multimodal import is_multimodal
 
 # Operators that `per_op` saves because they take long: matrix products and attention. It recomputes all others.
 _PRODUCTS = (

@@ -19,9 +19,9 @@ from strata_platform.file_io import require_regular_files
 from strata_platform.spec.model import Lora, Model
 from strata_platform.spec.run_spec import Adapter
 from tasks.runtime.models.lora import base_fingerprint, lora_config, require_base, saved_modules
+from tasks.runtime.models.multimodal import is_multimodal
 from tasks.runtime.models.pissa import InitialMatrices
 from tasks.runtime.models.score_head import scores
-from tasks.runtime.models.vision import is_multimodal
 from tasks.runtime.process.hub import asking_hub
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from tasks.runtime.models.vision import auto_class
+from tasks.runtime.models.multimodal import auto_class
 
 
 def choose_attention(attention: str, config: PretrainedConfig) -> str:

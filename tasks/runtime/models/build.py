@@ -37,11 +37,12 @@ from tasks.runtime.models.attention_choice import choose_attention, missing_sdpa
 from tasks.runtime.models.cross_attention import attend_to_own_images
 from tasks.runtime.models.custom_code import register_custom_code
 from tasks.runtime.models.image_masks import mask_images
+from tasks.runtime.models.multimodal import beyond_text
 from tasks.runtime.models.pretrained import load_pretrained, readable
 from tasks.runtime.models.recurrent_layers import isolate_sequences
 from tasks.runtime.models.score_head import class_of, head_of, options_of, scores
 from tasks.runtime.models.sequence_masks import mask_sequences
-from tasks.runtime.models.vision import beyond_text
+from tasks.runtime.models.shared_loss import share_loss
 from tasks.runtime.optim.parameter_names import names_of, select
 
 log = logging.getLogger(__name__)
@@ -193,6 +194,7 @@ def build_model(
         _reset_unused_settings(model.generation_config)
     # A checkpoint's configuration names the class.
     model.config.architectures = [type(model).__name__]
+    share_loss(model)
     support_packed_rows(model)
     return model
 
@@ -277,6 +279,7 @@ def _model_on_meta(config: PretrainedConfig, dtype: torch.dtype, attention: str,
     use_no_cache(model)
     model.config.architectures = [type(model).__name__]
     model.tie_weights()
+    share_loss(model)
     support_packed_rows(model)
     return model
 

@@ -25,8 +25,8 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.model import SCORE, Lora, NoAdapter
 from tasks.runtime.checkpoint.state import has_adapter
 from tasks.runtime.models.build import build_model_on_meta
+from tasks.runtime.models.multimodal import is_multimodal
 from tasks.runtime.models.score_head import scores
-from tasks.runtime.models.vision import is_multimodal
 
 # Imported only for an adapter: PEFT imports every installed quantization library, which takes seconds.
 if TYPE_CHECKING:

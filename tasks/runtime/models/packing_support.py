@@ -23,8 +23,8 @@ from strata_platform.spec.objectives import PAIRED
 from strata_platform.spec.run_spec import Objective
 from tasks.runtime.models.attention_choice import choose_attention
 from tasks.runtime.models.build import build_model_on_meta, is_on_meta, load_config, support_packed_rows
+from tasks.runtime.models.multimodal import has_rope_index
 from tasks.runtime.models.recurrent_layers import needs_gpu, recurrent_layers
-from tasks.runtime.models.vision import has_rope_index
 
 log = logging.getLogger(__name__)
 

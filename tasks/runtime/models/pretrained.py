@@ -20,6 +20,7 @@ from strata_platform.model_config import read_config_file
 from strata_platform.spec.model import SCORE, Model
 from strata_platform.spec.objectives import Distill, Grpo
 from strata_platform.spec.run_spec import Objective
+from tasks.runtime.models.multimodal import AUDIO_FAMILIES
 from tasks.runtime.models.score_head import class_of, initialize, options_of
 from tasks.runtime.process.errors import Unreachable
 from tasks.runtime.process.hub import asking_hub
@@ -130,7 +131,8 @@ def readable(source: str) -> Iterator[None]:
         if unknown := _NO_CLASS.search(reason):
             raise ValueError(
                 f"model.name {source!r}: {unknown['auto']} of transformers has no model with a {unknown['config']}; "
-                "choose one that writes texts, or texts about images; models that take audio alone are not supported"
+                "choose one that writes texts, or texts about images or audio; of those that take audio alone, "
+                f"{' and '.join(AUDIO_FAMILIES)} are supported"
             ) from error
         raise ValueError(
             f"model.name {source!r} cannot be read: {reason}; give the name of a model on the Hub, or a folder with "

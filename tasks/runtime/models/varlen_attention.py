@@ -23,12 +23,12 @@ from strata_platform.spec.model import Model
 from strata_platform.spec.run_spec import Parallel
 from tasks.runtime.data.context_shards import cu_seqlens, max_seqlen
 from tasks.runtime.data.dataset import Batch, Row
-from tasks.runtime.data.image_packing import IMAGE_PACKING
+from tasks.runtime.data.media_packing import MEDIA_PACKING
 from tasks.runtime.models.attention_choice import choose_attention
 from tasks.runtime.models.build import compute_dtype
 from tasks.runtime.models.image_masks import sees_later_tokens
+from tasks.runtime.models.multimodal import is_multimodal
 from tasks.runtime.models.packing_support import SUPPORTS_PACKING
-from tasks.runtime.models.vision import is_multimodal
 
 _NAME = "strata_documents"
 # Language models of vision-language families, beside those of `SUPPORTS_PACKING`.
@@ -65,7 +65,7 @@ def _known_family(config: PretrainedConfig) -> bool:
         return config.model_type in SUPPORTS_PACKING
     language = config.get_text_config().model_type
     return (
-        config.model_type in IMAGE_PACKING
+        config.model_type in MEDIA_PACKING
         and not sees_later_tokens(config)
         and language in SUPPORTS_PACKING | _IN_MULTIMODAL
     )

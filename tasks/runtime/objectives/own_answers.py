@@ -41,16 +41,16 @@ class OwnAnswers:
     """Writes the answers of steps with the weights that are trained.
 
     Raises:
-        ValueError: the data have images.
+        ValueError: the data have images or audio.
     """
 
     def __init__(self, settings: Settings, context: ObjectiveContext) -> None:
         spec = context.spec
         self._share, self._spec, self._collate = settings.on_policy, spec, context.collate
         data = context.data
-        if data.manifest.has_images:
+        if data.manifest.has_media:
             raise ValueError(
-                "objective.on_policy: the data have images, and the student answers texts alone; set "
+                "objective.on_policy: the data have images or audio, and the student answers texts alone; set "
                 "objective.on_policy to 0"
             )
         assert context.whole is not None

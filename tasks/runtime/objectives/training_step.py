@@ -20,10 +20,10 @@ from tasks.runtime.models.build import (
 )
 from tasks.runtime.models.float8 import use_float8
 from tasks.runtime.models.fused_adapters import fuse_adapters
+from tasks.runtime.models.media_inputs import with_model_inputs
 from tasks.runtime.models.neftune import add_neftune
 from tasks.runtime.models.score_head import score_positions
 from tasks.runtime.models.varlen_attention import set_varlen_attention, uses_varlen, with_cu_seqlens
-from tasks.runtime.models.vision import with_model_inputs
 from tasks.runtime.objectives import build_objective
 from tasks.runtime.objectives.objective import Objective
 
@@ -51,12 +51,12 @@ def build_training_step(
     """Freeze, patch and configure `model` as `spec` asks, for training on `device`. Changes `model` in place.
 
     `model` has its adapter, and may be on the meta device. The kernel plan passes a meta model and the device that the
-    run will have, and no data: it plans a batch without images.
+    run will have, and no data: it plans a batch without images or audio.
 
     Raises:
         ValueError: the kernel layer or `training.gradient_checkpointing` does not support the model.
     """
-    if data is None or not data.manifest.has_images:
+    if data is None or not data.manifest.has_media:
         freeze_non_text_parameters(model)
     freeze_by_name(model, spec.model)
     if (alpha := spec.training.neftune_noise_alpha) is not None:

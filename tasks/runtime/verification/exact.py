@@ -15,7 +15,7 @@ from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data.loader import training_loader
 from tasks.runtime.models.build import build_model, freeze_non_text_parameters, set_special_tokens
 from tasks.runtime.models.lora import add_adapter
-from tasks.runtime.models.vision import with_model_inputs
+from tasks.runtime.models.media_inputs import with_model_inputs
 from tasks.runtime.objectives import ObjectiveContext, build_objective
 from tasks.runtime.objectives.distill import Distill
 from tasks.runtime.parallel.single import Single
@@ -75,7 +75,7 @@ def exact_step(spec: RunSpec, data: PreparedData) -> Step:
 def in_double(model: PreTrainedModel, data: PreparedData, device: torch.device) -> PreTrainedModel:
     """The model in fp64 on `device`, ready to train without dropout."""
     set_special_tokens(model, data.tokenizer())
-    if not data.manifest.has_images:
+    if not data.manifest.has_media:
         freeze_non_text_parameters(model)
     without_dropout(model)
     return model.double().to(device).train()

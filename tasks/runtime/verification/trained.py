@@ -61,7 +61,7 @@ class Trained:
     weights: Path
     """The folder that `collect_weights` wrote."""
     inputs: Batch
-    """A short text, or a chat with images."""
+    """A short text, or a chat with images or audio."""
     logits: Tensor
     """Logits of the job's model after the last step: [1, T, V], fp32, on the CPU."""
     updates: Updates
@@ -178,12 +178,12 @@ def _exact_copy(model: PreTrainedModel, spec: RunSpec) -> PreTrainedModel:
 @torch.no_grad()
 def _logits(job: Job) -> tuple[Batch, Tensor]:
     row = document_of(job.data.train[0], 0)
-    if "images" not in row:
-        # The tokens of an image are not cut.
+    if "media" not in row:
+        # The tokens of an image or audio are not cut.
         row = {name: tensor[:TOKENS] for name, tensor in row.items()}
     batch: Batch = job.collate([row])
     inputs = {name: tensor.to(job.processes.device) for name, tensor in model_inputs(batch).items()}
     job.model.eval()
     logits: Tensor = job.model(**inputs).logits
-    kept = model_inputs(batch) if "images" in row else {"input_ids": batch["input_ids"]}
+    kept = model_inputs(batch) if "media" in row else {"input_ids": batch["input_ids"]}
     return without_varlen_inputs(kept), logits.float().cpu()

@@ -24,9 +24,9 @@ from tasks.runtime.models.build import (
     materialize,
 )
 from tasks.runtime.models.lora import add_adapter, base_fingerprint, without_adapter
+from tasks.runtime.models.multimodal import auto_class
 from tasks.runtime.models.pretrained import load_pretrained
 from tasks.runtime.models.trained_weights import ADAPTER, build_trained_model
-from tasks.runtime.models.vision import auto_class
 from tasks.runtime.verification.exact import error, scale
 from tasks.runtime.verification.finding import Measured
 from tasks.runtime.verification.observe import plain_buffers, with_job

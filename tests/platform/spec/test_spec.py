@@ -960,6 +960,16 @@ SOURCES = [{"source": "a.jsonl", "weight": 1}, {"source": "b.jsonl", "weight": 1
         ({"sources": SOURCES, "validation_source": {"split": "x"}}, "data.validation_source", "names no source"),
         ({"source": "a", "validation_source": "a"}, "data.validation_source", "the rows that data trains on"),
         (
+            {"image_min_pixels": 9, "image_max_pixels": 8},
+            "data.image_min_pixels",
+            r"9, more than .*max_pixels 8; lower",
+        ),
+        (
+            {"sources": [{"source": "a", "audio_min_seconds": 2, "audio_max_seconds": 1.5}]},
+            "data.sources[0].audio_min_seconds",
+            r"2.0, more than data.sources\[0\].audio_max_seconds 1.5",
+        ),
+        (
             {"sources": [{"source": "a", "validation_source": "b", "validation_fraction": 0.1}]},
             "data.sources[0].validation_source",
             r"data.sources\[0\].validation_fraction 0.1 holds samples out",

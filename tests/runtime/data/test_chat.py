@@ -350,7 +350,7 @@ def test_a_template_that_does_not_exist(tokenizer: PreTrainedTokenizerFast) -> N
                     "content": [{"type": "text", "text": "a"}, {"type": "video", "video": "b"}],
                 }
             ],
-            "message 1: content is list, not text; only parts of type 'text' and images are read, this one has type",
+            "message 1: content is list, not text; only parts of type 'text', images and audio are read, this one has",
         ),
         ([{"role": "assistant", "content": "", "weight": 0.5}], "message 1: weight is 0.5; set it to 1"),
         (

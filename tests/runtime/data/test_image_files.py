@@ -10,7 +10,8 @@ import pytest
 from PIL import Image
 
 from strata_platform.spec.data import Data
-from tasks.runtime.data.image_files import ImageReader, TooFewPixels, open_picture, png_of
+from tasks.runtime.data.image_files import ImageReader, open_picture, png_of
+from tasks.runtime.data.media_files import SkippedBySize
 from tasks.runtime.data.rows import Row, RowError
 
 RED = Image.new("RGB", (8, 6), (255, 0, 0))
@@ -125,11 +126,11 @@ def test_a_large_image_is_made_smaller_and_counted():
     assert open_picture(content).tobytes() == picture.tobytes()
     untouched = png_of(RED)
     assert read.read(untouched, row())[0] == untouched
-    assert (read.counts.read, read.counts.resized) == (2, 1)
+    assert (read.counts.read, read.counts.changed) == (2, 1)
 
 
 def test_a_small_image_skips_its_row():
-    with pytest.raises(TooFewPixels, match=r"8 x 6 pixels, fewer than data.image_min_pixels 49"):
+    with pytest.raises(SkippedBySize, match=r"8 x 6 pixels, fewer than data.image_min_pixels 49"):
         reader(image_min_pixels=49).read(png_of(RED), row())
     reader(image_min_pixels=48).read(png_of(RED), row())
 

@@ -69,7 +69,7 @@ def test_reading_rows_draws_no_random_number_that_training_may_draw():
 
     rows = Rows([{name: torch.zeros(8, dtype=torch.int64) for name in ("input_ids", "labels", "position_ids")}] * ROWS)
     source = SimpleNamespace(train=SimpleNamespace(rows=ROWS))
-    data = SimpleNamespace(train=rows, manifest=SimpleNamespace(trained=[source], has_images=False))
+    data = SimpleNamespace(train=rows, manifest=SimpleNamespace(trained=[source], has_media=False))
     loader = training_loader(RunSpec(), data, Processes(), collate=collate, start=0, stop=2)
     before = torch.get_rng_state()
     assert len(list(loader)) == 2

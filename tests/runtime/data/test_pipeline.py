@@ -223,7 +223,7 @@ FAULTY = [
 
 def test_every_sample_is_accounted_for(prepared: Prepare, lines: list[str]) -> None:
     manifest = prepared(FAULTY, invalid="skip").manifest
-    assert manifest.skipped == {"invalid": 3, "no_target": 1, "overlong": 1, "image_size": 0}
+    assert manifest.skipped == {"invalid": 3, "no_target": 1, "overlong": 1, "image_size": 0, "audio_length": 0}
     assert (manifest.samples_read, manifest.samples_used) == (15, 10)
     account = next(line for line in lines if "read =" in line)
     assert account.endswith(

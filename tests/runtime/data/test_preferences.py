@@ -43,7 +43,7 @@ def test_answers_that_are_alike_as_far_as_a_row_goes_are_passed_over_and_counted
     recipe = recipe_of(source=str(tmp_path / "pairs.jsonl"), sequence_length=32, overlong="truncate")
     manifest = prepare(recipe, tmp_path / "out", report=print).manifest
     assert (manifest.samples_used, manifest.truncated) == (1, 0)
-    assert manifest.skipped == {"invalid": 0, "no_target": 1, "overlong": 0, "image_size": 0}
+    assert manifest.skipped == {"invalid": 0, "no_target": 1, "overlong": 0, "image_size": 0, "audio_length": 0}
 
 
 @pytest.mark.parametrize(

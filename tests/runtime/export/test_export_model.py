@@ -98,7 +98,7 @@ def test_a_model_that_sees_comes_with_what_it_sees_by(tmp_path, monkeypatch, cap
         (tmp_path / "base" / "preprocessor_config.json").write_text("{}")
     monkeypatch.setattr(export_model, "build_trained_model", lambda *_: AutoModelForCausalLM.from_config(config))
     monkeypatch.setattr(export_model, "verify", lambda *arguments, **options: None)
-    manifest = SimpleNamespace(stop_token_ids=(2,), has_images=False)
+    manifest = SimpleNamespace(stop_token_ids=(2,), has_media=False)
     data = SimpleNamespace(tokenizer=lambda: train_tokenizer(["text"]), manifest=manifest)
     export_model.write_model(RunSpec(model={"name": str(tmp_path / "base")}), data, tmp_path, tmp_path / "model")
     names = [path.name for path in (tmp_path / "model").iterdir()]

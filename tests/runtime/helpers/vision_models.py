@@ -14,7 +14,7 @@ CHATML = """\
 {%- for message in messages -%}
 <|im_start|>{{ message['role'] }}
 {% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] -%}
-{% if part['type'] == 'image' %}IMAGE{% else %}{{ part['text'] }}{% endif %}
+{% if part["type"] in ("image", "audio") %}PLACE{% else %}{{ part['text'] }}{% endif %}
 {%- endfor %}{% endif %}<|im_end|>
 {% endfor -%}
 {%- if add_generation_prompt %}<|im_start|>assistant
@@ -51,7 +51,7 @@ def tokenizer_with(special, image, **named):
         clean_up_tokenization_spaces=False,
         extra_special_tokens=named,
     )
-    made.chat_template = CHATML.replace("IMAGE", image)
+    made.chat_template = CHATML.replace("PLACE", image)
     return made
 
 
@@ -105,7 +105,7 @@ def _qwen(folder, model, config_class, processor_class, video_class, vision, tex
         vision_end_token_id=end,
         tie_word_embeddings=True,
     )  # fmt: skip
-    return _saved(folder, model, config, processor, seed)
+    return saved(folder, model, config, processor, seed)
 
 
 def qwen2_vl(folder, *, hidden=64, edge=32, seed=0):
@@ -189,7 +189,7 @@ def glm4v(folder, *, hidden=64, edge=32, seed=0):
         video_end_token_id=ids[4],
         tie_word_embeddings=True,
     )  # fmt: skip
-    return _saved(folder, Glm4vForConditionalGeneration, config, processor, seed)
+    return saved(folder, Glm4vForConditionalGeneration, config, processor, seed)
 
 
 TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4}
@@ -218,7 +218,7 @@ def gemma3(folder, *, hidden=64, seed=0):
         eoi_token_index=end,
         image_token_index=image,
     )
-    return _saved(folder, Gemma3ForConditionalGeneration, config, processor, seed)
+    return saved(folder, Gemma3ForConditionalGeneration, config, processor, seed)
 
 
 def llava(folder, *, hidden=64, seed=0):
@@ -241,7 +241,7 @@ def llava(folder, *, hidden=64, seed=0):
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         image_seq_length=16,
     )
-    return _saved(folder, LlavaForConditionalGeneration, config, processor, seed)
+    return saved(folder, LlavaForConditionalGeneration, config, processor, seed)
 
 
 def llava_onevision(folder, *, hidden=64, seed=0):
@@ -274,7 +274,7 @@ def llava_onevision(folder, *, hidden=64, seed=0):
         video_token_index=video,
         image_grid_pinpoints=grids,
     )
-    return _saved(folder, LlavaOnevisionForConditionalGeneration, config, processor, seed)
+    return saved(folder, LlavaOnevisionForConditionalGeneration, config, processor, seed)
 
 
 def idefics3(folder, *, hidden=64, seed=0):
@@ -295,7 +295,7 @@ def idefics3(folder, *, hidden=64, seed=0):
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         scale_factor=2,
     )
-    return _saved(folder, Idefics3ForConditionalGeneration, config, processor, seed)
+    return saved(folder, Idefics3ForConditionalGeneration, config, processor, seed)
 
 
 def _idefics_tokenizer():
@@ -337,7 +337,7 @@ def internvl(folder, *, hidden=64, seed=0):
         image_seq_length=4,
         downsample_ratio=0.5,
     )
-    return _saved(folder, InternVLForConditionalGeneration, config, processor, seed)
+    return saved(folder, InternVLForConditionalGeneration, config, processor, seed)
 
 
 PIXTRAL = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
@@ -370,7 +370,7 @@ def pixtral(folder, *, hidden=64, seed=0):
         vision_feature_layer=-1,
         vision_feature_select_strategy="full",
     )
-    return _saved(folder, LlavaForConditionalGeneration, config, processor, seed)
+    return saved(folder, LlavaForConditionalGeneration, config, processor, seed)
 
 
 def mistral3(folder, *, hidden=64, seed=0):
@@ -383,7 +383,7 @@ def mistral3(folder, *, hidden=64, seed=0):
         image_token_index=processor.tokenizer.convert_tokens_to_ids("[IMG]"),
         spatial_merge_size=2,
     )
-    return _saved(folder, Mistral3ForConditionalGeneration, config, processor, seed)
+    return saved(folder, Mistral3ForConditionalGeneration, config, processor, seed)
 
 
 def gemma4(folder, *, hidden=64, seed=0):
@@ -422,7 +422,7 @@ def gemma4(folder, *, hidden=64, seed=0):
         **{f"{name}_token_id": ids[name] for name in ("boi", "eoi", "image", "video", "boa", "audio")},
         eoa_token_index=ids["eoa"],
     )  # fmt: skip
-    return _saved(folder, Gemma4ForConditionalGeneration, config, processor, seed)
+    return saved(folder, Gemma4ForConditionalGeneration, config, processor, seed)
 
 
 PALIGEMMA = """\
@@ -459,7 +459,7 @@ def paligemma(folder, *, hidden=64, seed=0, text="gemma2"):
         projection_dim=hidden,
         hidden_size=hidden,
     )
-    return _saved(folder, PaliGemmaForConditionalGeneration, config, processor, seed)
+    return saved(folder, PaliGemmaForConditionalGeneration, config, processor, seed)
 
 
 def llama4(folder, *, hidden=64, seed=0):
@@ -491,7 +491,7 @@ def llama4(folder, *, hidden=64, seed=0):
         eoi_token_index=end,
         image_token_index=patch,
     )  # fmt: skip
-    return _saved(folder, Llama4ForConditionalGeneration, config, processor, seed)
+    return saved(folder, Llama4ForConditionalGeneration, config, processor, seed)
 
 
 def mllama(folder, *, hidden=64, seed=0):
@@ -520,13 +520,13 @@ def mllama(folder, *, hidden=64, seed=0):
         },
         image_token_index=image,
     )  # fmt: skip
-    saved = _saved(folder, MllamaForConditionalGeneration, config, processor, seed)
+    made = saved(folder, MllamaForConditionalGeneration, config, processor, seed)
     # Its gates begin at zero.
-    weights = load_file(saved / "model.safetensors")
+    weights = load_file(made / "model.safetensors")
     gates = {name: tensor + 0.5 for name, tensor in weights.items() if "gate" in name and tensor.numel() == 1}
     assert gates
-    save_file(weights | gates, saved / "model.safetensors", metadata={"format": "pt"})
-    return saved
+    save_file(weights | gates, made / "model.safetensors", metadata={"format": "pt"})
+    return made
 
 
 def smolvlm(folder, *, hidden=64, seed=0):
@@ -549,10 +549,10 @@ def smolvlm(folder, *, hidden=64, seed=0):
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         scale_factor=2,
     )
-    return _saved(folder, SmolVLMForConditionalGeneration, config, processor, seed)
+    return saved(folder, SmolVLMForConditionalGeneration, config, processor, seed)
 
 
-def _saved(folder, model_class, config, processor, seed):
+def saved(folder, model_class, config, processor, seed):
     torch.manual_seed(seed)
     model = model_class(config)
     model.generation_config.eos_token_id = processor.tokenizer.eos_token_id

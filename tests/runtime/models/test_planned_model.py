@@ -53,7 +53,7 @@ def test_names_of_weights(model):
     require_names_of_weights(model("llama", trainable=["layers.0"]))
 
 
-@pytest.mark.parametrize("model_type", ["clip", "qwen2_audio", "voxtral"])
+@pytest.mark.parametrize("model_type", ["clip", "granite_speech"])
 def test_a_model_of_another_kind(model, model_type):
     """transformers lists the two hundred kinds that it knows."""
     with pytest.raises(

@@ -108,7 +108,7 @@ def test_so_does_validation(model, spec, rows, rows_in_a_batch, kind):
 
 def test_what_is_measured_of_a_trained_model_is_its_loss_of_tokens(model, spec, rows):
     special = SimpleNamespace(bos_token_id=None, eos_token_id=None, pad_token_id=None)
-    manifest = SimpleNamespace(has_images=False)
+    manifest = SimpleNamespace(has_media=False)
     data = SimpleNamespace(validation_by_source=lambda: [rows], tokenizer=lambda: special, manifest=manifest)
     measured, _ = _measure(spec, data, [], weights=None)
     whole = collate(rows)

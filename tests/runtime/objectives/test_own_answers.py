@@ -183,7 +183,7 @@ def test_a_share_of_the_rows_is_the_students_whatever_the_micro_batches(output):
 def test_images_are_refused_because_answers_are_texts_alone(output):
     spec = spec_of(output, "images", 1.0)
     context = SimpleNamespace(
-        spec=spec, collate=None, data=SimpleNamespace(manifest=SimpleNamespace(has_images=True)), strategy=None
+        spec=spec, collate=None, data=SimpleNamespace(manifest=SimpleNamespace(has_media=True)), strategy=None
     )
     with pytest.raises(ValueError, match=r"objective.on_policy: the data have images.*set objective.on_policy to 0"):
         OwnAnswers(spec.objective, context)

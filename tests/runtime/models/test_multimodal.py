@@ -16,14 +16,16 @@ from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.kernels import Kernels
 from strata_platform.spec.model import Lora
 from tasks.runtime.data import PreparedData, collate, collate_flat, fingerprint, prepare
-from tasks.runtime.data.dataset import IMAGE_COLUMNS, TOKENIZER
+from tasks.runtime.data.dataset import MEDIA_COLUMNS, TOKENIZER
 from tasks.runtime.data.image_files import open_picture
-from tasks.runtime.data.image_packing import IMAGE_PACKING
-from tasks.runtime.data.image_processor import saved_processor
 from tasks.runtime.data.loader import training_loader
+from tasks.runtime.data.media_packing import MEDIA_PACKING
+from tasks.runtime.data.media_processor import saved_processor
 from tasks.runtime.models.build import build_model, move_to_device, require_embeddings
 from tasks.runtime.models.cross_attention import has_cross_attention
 from tasks.runtime.models.lora import add_adapter
+from tasks.runtime.models.media_inputs import with_model_inputs
+from tasks.runtime.models.multimodal import require_media_support, require_planned_media_support
 from tasks.runtime.models.quantization import quantize_linear_layers
 from tasks.runtime.models.varlen_attention import (
     has_varlen_attention,
@@ -32,7 +34,6 @@ from tasks.runtime.models.varlen_attention import (
     uses_varlen,
     with_cu_seqlens,
 )
-from tasks.runtime.models.vision import require_image_support, require_planned_image_support, with_model_inputs
 from tasks.runtime.objectives.objective import model_inputs
 from tasks.runtime.objectives.training_step import build_training_step
 from tasks.runtime.process.ranks import Processes
@@ -83,7 +84,7 @@ def family(request, tmp_path_factory):
 
 def by_images(data):
     """The rows with one, no and two images."""
-    rows = sorted(data.train, key=lambda row: int(row["document_images"][0]) if "images" in row else 0)
+    rows = sorted(data.train, key=lambda row: int(row["document_media"][0]) if "media" in row else 0)
     return rows[1], rows[0], rows[2]
 
 
@@ -111,7 +112,7 @@ def plain_loss(folder, row, change=lambda model: None):
     processor = AutoProcessor.from_pretrained(folder)
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     change(model)
-    content, sizes, _ = (row[name] for name in IMAGE_COLUMNS)
+    content, sizes, _ = (row[name] for name in MEDIA_COLUMNS)
     images = [open_picture(image.numpy().tobytes()) for image in content.split(sizes.tolist())]
     inputs = inputs_of(processor, images)
     ids = inputs["input_ids"][0]
@@ -163,11 +164,11 @@ def test_rows_of_a_batch_do_not_change_each_other(family):
 
 def packed(rows):
     """One row of several."""
-    pictured = [row for row in rows if "images" in row]
+    pictured = [row for row in rows if "media" in row]
     joined = {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "labels", "position_ids")}
-    images = {name: torch.cat([row[name] for row in pictured]) for name in IMAGE_COLUMNS[:2]}
-    counts = [row.get("document_images", torch.tensor([0])) for row in rows]
-    return joined | images | {IMAGE_COLUMNS[2]: torch.cat(counts)}
+    images = {name: torch.cat([row[name] for row in pictured]) for name in MEDIA_COLUMNS[:2]}
+    counts = [row.get("document_media", torch.tensor([0])) for row in rows]
+    return joined | images | {MEDIA_COLUMNS[2]: torch.cat(counts)}
 
 
 def test_chats_of_a_packed_row_are_kept_apart(family):
@@ -190,7 +191,7 @@ def test_chats_of_a_packed_row_are_kept_apart(family):
     states = model(**inputs).logits[0, ends[0] : ends[1]]
     (gradient,) = torch.autograd.grad(states.square().sum(), pixels, allow_unused=True)
     apart &= gradient is None or not bool(gradient.any())
-    assert apart == (model.config.model_type in IMAGE_PACKING)
+    assert apart == (model.config.model_type in MEDIA_PACKING)
 
 
 def test_a_batch_without_images_runs_the_tower_and_learns_nothing_of_it(family):
@@ -209,7 +210,7 @@ def test_a_batch_without_images_runs_the_tower_and_learns_nothing_of_it(family):
 def test_rows_that_attend_by_flash_attention_are_one_row(family):
     _, _, spec, data = family
     model = build_model(spec.model, spec.seed).eval()
-    if model.config.model_type not in IMAGE_PACKING:
+    if model.config.model_type not in MEDIA_PACKING:
         pytest.skip("rows share a batch's only row")
     rows = by_images(data)
     flat = model(**model_inputs(with_model_inputs(collate_flat, model, data)(list(rows)))).logits[0]
@@ -224,7 +225,7 @@ def test_packed_chats_train_by_document_as_under_masks(family):
     kind = model.config.model_type
     in_half = spec.model.model_copy(update={"dtype": "bfloat16"})
     goes = uses_varlen(in_half, spec.parallel, model.config, torch.device("cuda"))
-    assert goes == (kind in IMAGE_PACKING - {"gemma3", "gemma4", "paligemma", "llama4"})
+    assert goes == (kind in MEDIA_PACKING - {"gemma3", "gemma4", "paligemma", "llama4"})
     if not goes:
         return
     rows = by_images(data)
@@ -286,17 +287,17 @@ def test_adapters_on_four_bit_weights_learn_as_on_what_these_hold(family):
 
 def test_what_a_family_does_not_support_is_refused_with_the_way_out(family):
     name, _, spec, data = family
-    require_image_support(spec, data)
+    require_media_support(spec, data)
     require_embeddings(spec.model, data)
     flash = spec.model_copy(update={"model": spec.model.model_copy(update={"attention": "flash_attention_2"})})
     tells = name in ("gemma3", "gemma4", "paligemma")
     message = rf"model\.attention 'flash_attention_2': {name} .* set model\.attention to 'auto'"
     with pytest.raises(ValueError, match=message) if tells else nullcontext():
-        require_image_support(flash, data)
+        require_media_support(flash, data)
     together = PreparedData(data.folder, replace(data.manifest, packing=True))
     message = "data.packing is true, but model.name .* is of type mllama.*; set data.packing to false"
     with pytest.raises(ValueError, match=message) if name == "mllama" else nullcontext():
-        require_image_support(spec, together)
+        require_media_support(spec, together)
 
 
 @pytest.mark.parametrize("family", ["mllama", "llava"], indirect=True)
@@ -308,7 +309,7 @@ def test_images_that_share_rows_are_refused_before_the_data_is_prepared(family, 
     spec = spec.model_copy(update=changes)
     message = "data.packing is true, but model.name .* is of type mllama.*; set data.packing to false"
     with pytest.raises(ValueError, match=message) if name == "mllama" else nullcontext():
-        require_planned_image_support(spec)
+        require_planned_media_support(spec)
         if not named:
             prepare(DataRecipe.from_spec(spec, fingerprint(spec)), tmp_path / "data", report=print)
     assert name != "mllama" or not (tmp_path / "data").exists()

@@ -13,9 +13,9 @@ from transformers.models.smolvlm import processing_smolvlm
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import fingerprint, pipeline, prepare
-from tasks.runtime.data.dataset import IMAGE_COLUMNS
+from tasks.runtime.data.dataset import MEDIA_COLUMNS
 from tasks.runtime.data.image_files import open_picture, png_of
-from tests.runtime.data.test_formats import TEXT, forms
+from tests.runtime.data.test_formats import TEXT, forms, one_renderer  # noqa: F401
 from tests.runtime.helpers.vision_models import qwen2_5_vl, smolvlm
 
 FORMS = forms("## Rows with images")
@@ -47,7 +47,7 @@ def prepared(tmp_path, model):
 
 
 def images_of(row):
-    content, sizes, _ = (row[name] for name in IMAGE_COLUMNS)
+    content, sizes, _ = (row[name] for name in MEDIA_COLUMNS)
     return [open_picture(image.numpy().tobytes()) for image in content.split(sizes.tolist())]
 
 
@@ -66,7 +66,7 @@ def test_a_form_is_read_and_learned_as_the_page_shows(form, prepared):
     assert [image.size for image in images_of(row)] == [(32, 16), (16, 16)][
         : len(images_of(row)) // len(shown[1::2])
     ] * len(shown[1::2])
-    assert data.manifest.train.images == whole.count("<image>")
+    assert data.manifest.train.media == whole.count("<image>")
 
 
 def test_the_tokens_are_those_of_the_models_own_processor(prepared, model):
@@ -104,7 +104,7 @@ def test_bytes_in_parquet_are_kept_as_they_are(prepared, tmp_path):
     }
     pq.write_table(pa.table(table), tmp_path / "rows.parquet")
     data = prepared([], name="rows.parquet", packing=True, sequence_length=64)
-    found = {row["images"].numpy().tobytes() for row in data.train}
+    found = {row["media"].numpy().tobytes() for row in data.train}
     assert len(data.train) < 5
     assert b"".join(sorted(b"".join(found).split(b"\x89PNG"))) == b"".join(sorted(b"".join(content).split(b"\x89PNG")))
 
@@ -115,10 +115,10 @@ def test_prepared_parts_have_the_images_of_the_whole(prepared, monkeypatch):
     monkeypatch.setattr(pipeline, "PART_BYTES", 2000)
     parts = prepared(rows, name="other.jsonl")
     assert len(parts.manifest.train.shards) > 1
-    assert parts.manifest.train.images == whole.manifest.train.images == 40
+    assert parts.manifest.train.media == whole.manifest.train.media == 40
 
     def all_of(data):
-        return sorted((tuple(row["input_ids"].tolist()), row["images"].numpy().tobytes()) for row in data.train)
+        return sorted((tuple(row["input_ids"].tolist()), row["media"].numpy().tobytes()) for row in data.train)
 
     assert all_of(parts) == all_of(whole)
 
@@ -149,7 +149,7 @@ def test_rows_with_bad_images_are_skipped_and_counted(prepared):
     rows = [{"messages": ASKED, "images": [name]} for name in ("a.png", "none.png", "b.png")]
     manifest = prepared(rows, invalid="skip", image_min_pixels=300).manifest
     assert manifest.samples_used == 1
-    assert manifest.skipped == {"invalid": 1, "no_target": 0, "overlong": 0, "image_size": 1}
+    assert manifest.skipped == {"invalid": 1, "no_target": 0, "overlong": 0, "image_size": 1, "audio_length": 0}
 
 
 def test_no_image_is_cut_by_a_row_that_is_too_short(prepared):
@@ -158,7 +158,7 @@ def test_no_image_is_cut_by_a_row_that_is_too_short(prepared):
     early = [*ASKED, *[{"role": "user", "content": "And?"}, ASKED[1]] * 20]
     rows.append({"messages": early, "images": ["a.png"]})
     data = prepared(rows, sequence_length=60, overlong="truncate")
-    assert (data.manifest.skipped["overlong"], data.manifest.truncated, data.manifest.train.images) == (2, 1, 1)
+    assert (data.manifest.skipped["overlong"], data.manifest.truncated, data.manifest.train.media) == (2, 1, 1)
     assert data.train[0]["input_ids"].numel() == 60
 
 
@@ -166,7 +166,7 @@ def test_text_that_looks_like_an_image_stays_text(prepared, model):
     chat = [{"role": "user", "content": "<image>What is <|image_pad|>?"}, ASKED[1]]
     data = prepared([{"messages": chat, "images": ["b.png"]}, {"messages": ASKED}])
     image = AutoProcessor.from_pretrained(model).image_token_id
-    first, second = sorted(data.train, key=lambda row: "images" not in row)
+    first, second = sorted(data.train, key=lambda row: "media" not in row)
     assert (first["input_ids"] == image).sum() == 4
     # A mark in a row without images.
     assert "<image>" in data.tokenizer().decode(second["input_ids"])
@@ -179,7 +179,7 @@ def test_a_model_of_texts_is_named(tmp_path, prepared):
         prepare(DataRecipe.from_spec(spec, fingerprint(spec)), tmp_path / "out", report=print)
     ignored = RunSpec.model_validate({"data": {"source": str(tmp_path / "rows.jsonl"), "ignore_columns": ["image"]}})
     data = prepare(DataRecipe.from_spec(ignored, fingerprint(ignored)), tmp_path / "out", report=print)
-    assert torch.is_tensor(data.train[0]["input_ids"]) and "images" not in data.train[0]
+    assert torch.is_tensor(data.train[0]["input_ids"]) and "media" not in data.train[0]
 
 
 def test_a_package_that_the_models_processor_lacks_is_named(tmp_path, monkeypatch):

@@ -1,0 +1,24 @@
+"""Which families keep the sequences of a row apart when these have images or audio, and the refusal of the others."""
+
+from __future__ import annotations
+
+MEDIA_PACKING = frozenset((
+    "gemma3", "gemma4", "glm4v", "idefics3", "internvl", "llama4", "llava", "llava_onevision", "mistral3", "paligemma",
+    "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "voxtral",
+))  # fmt: skip
+"""Families that are known to keep the sequences of a packed row apart, with their images or audio."""
+
+
+def require_separate_media(model_type: str, name: str, *, packing: bool, pairs: str | None) -> None:
+    """Raises ValueError if rows hold several sequences with images or audio and the family does not keep these apart.
+
+    pairs: `objective.type` if it puts both answers of a pair into one row.
+    """
+    if not (packing or pairs) or model_type in MEDIA_PACKING:
+        return
+    field = "data.packing is true" if packing else f"objective.type {pairs!r} shares rows"
+    raise ValueError(
+        f"{field}, but model.name {name!r} is of type {model_type}, and sequences with images or audio are known to be "
+        f"kept apart in {', '.join(sorted(MEDIA_PACKING))} only; "
+        f"{'set data.packing to false' if packing else 'choose one of these'}"
+    )
