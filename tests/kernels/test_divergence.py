@@ -4,7 +4,6 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -158,7 +157,7 @@ def test_16_bits_at_their_limits(kind, beta, temperature, vocabulary, dtype, dev
         teacher[3] = teacher[7]
     logits[6] *= 30
     # On a CPU two groups, which walk down four rows each.
-    monkeypatch.setattr(divergence_rows, "_NARROW_TILE", replace(divergence_rows._NARROW_TILE, per_sm=1))
+    monkeypatch.setattr(divergence_rows, "_REGISTERS", 32 * 4 * 128)
     taken, takes = [], divergence_rows._is_narrow
     monkeypatch.setattr(divergence_rows, "_is_narrow", lambda *a: taken.append(takes(*a)) or taken[-1])
     form = divergence_rows.Form(kind, beta, temperature)

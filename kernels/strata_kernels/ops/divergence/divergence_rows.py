@@ -67,16 +67,14 @@ class NarrowTile:
 
     Attributes:
         block, warps, registers: as in `Tile`.
-        per_sm: programs that run on a multiprocessor at once.
     """
 
     block: int
     warps: int
     registers: int
-    per_sm: int
 
 
-_NARROW_TILE = NarrowTile(block=4096, warps=4, registers=128, per_sm=4)
+_NARROW_TILE = NarrowTile(block=4096, warps=4, registers=128)
 # Parts of a row, if the GPU runs as many at once: one of 16 multiprocessors does.
 _MOST_NARROW = 64
 
@@ -205,7 +203,12 @@ def _most_parts(z: Tensor, tile: Tile | NarrowTile, most: int) -> int:
         return 1  # The interpreter runs one program after the other.
     if z.device.type == "meta":
         return most
-    return min(most, _REGISTERS // (32 * tile.warps * tile.registers) * multiprocessors(z.device))
+    return min(most, _programs_at_once(tile, z))
+
+
+def _programs_at_once(tile: Tile | NarrowTile, z: Tensor) -> int:
+    """Programs that the GPU of z runs at once."""
+    return _REGISTERS // (32 * tile.warps * tile.registers) * multiprocessors(z.device)
 
 
 def _launch_narrow(
@@ -213,7 +216,7 @@ def _launch_narrow(
 ) -> None:
     (n_rows, vocabulary), tile = z.shape, _NARROW_TILE
     block, parts, n_parts = _parts(z, tile, smallest=256)
-    n_groups = min(n_rows, max(tile.per_sm * multiprocessors(z.device) // parts, 1))
+    n_groups = min(n_rows, max(_programs_at_once(tile, z) // parts, 1))
     partial = loss.new_empty(n_rows, parts)
     words = [None if x is None else x.view(torch.int32) for x in (z, t, dz)]
     launch(
