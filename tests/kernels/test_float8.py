@@ -19,7 +19,7 @@ from strata_kernels.ops.float8 import cast as casts
 from strata_kernels.ops.float8 import linear as linears
 from strata_kernels.ops.float8.cast import E4M3, E5M2, cast, transpose
 from strata_kernels.ops.float8.largest import finding_largest, largest_of
-from strata_kernels.ops.float8.linear import float8_frozen_linear, float8_linear, quantize_weight
+from strata_kernels.ops.float8.linear import float8_linear, float8_stored_linear, quantize_weight
 
 host = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="has been tested without the interpreter")
 torchao = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
@@ -184,7 +184,7 @@ def test_a_frozen_weight_keeps_no_input(scaling, device) -> None:
 def test_a_weight_that_is_fp8_in_memory_computes_the_same(device) -> None:
     x, w, b = torch.randn(5, 48, device=device), torch.randn(64, 48, device=device), torch.randn(64, device=device)
     results = []
-    for multiply in (lambda x: float8_linear(x, w, b), lambda x: float8_frozen_linear(x, *quantize_weight(w), b)):
+    for multiply in (lambda x: float8_linear(x, w, b), lambda x: float8_stored_linear(x, *quantize_weight(w), b)):
         leaf = x.clone().requires_grad_()
         y = multiply(leaf)
         results.append((y, *torch.autograd.grad(y.square().sum(), leaf)))

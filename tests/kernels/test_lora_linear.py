@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from strata_kernels.ops._launch import runs_triton
 from strata_kernels.ops.float8 import cast as casts
-from strata_kernels.ops.float8.linear import float8_frozen_linear, quantize_weight
+from strata_kernels.ops.float8.linear import float8_stored_linear, quantize_weight
 from strata_kernels.ops.lora.frozen_weight import ExactWeight, Float8Weight, Frozen, PackedWeight
 from strata_kernels.ops.lora.gated_layer import lora_gated_layer
 from strata_kernels.ops.lora.lora_linear import AdaptedLayer, lora_linear
@@ -192,7 +192,7 @@ def test_a_weight_of_another_form_gives_what_its_own_layer_does(device) -> None:
     x, (a, b), (w,), _ = tensors_of(LAYERS["one"], torch.float32, device, False)
     packed = quantize_weight(w)
     forms: dict[Frozen, Callable[[torch.Tensor], torch.Tensor]] = {
-        Float8Weight(*packed): lambda x: float8_frozen_linear(x, *packed),
+        Float8Weight(*packed): lambda x: float8_stored_linear(x, *packed),
         PackedWeight(48, lambda: w * 2): lambda x: functional.linear(x, w * 2),
     }
     for frozen, layer in forms.items():

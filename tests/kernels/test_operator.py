@@ -36,7 +36,7 @@ from strata_kernels import (
     swiglu,
     swiglu_packed,
 )
-from strata_kernels.ops.float8.linear import float8_frozen_linear, float8_linear, quantize_weight
+from strata_kernels.ops.float8.linear import float8_linear, float8_stored_linear, quantize_weight
 from strata_kernels.ops.lora.seeded_dropout import seeded_dropout
 from tests.kernels.helpers.operators import OPERATORS
 
@@ -195,7 +195,7 @@ def multiply_in_float8() -> None:
     x, weight = (torch.ones(16, 16, requires_grad=True) for _ in range(2))
     for scaling in ("tensorwise", "rowwise"):
         float8_linear(x, weight, scaling=scaling).sum().backward()
-    float8_frozen_linear(x, *quantize_weight(weight.detach())).sum().backward()
+    float8_stored_linear(x, *quantize_weight(weight.detach())).sum().backward()
 
 
 def registered_names() -> Iterator[str]:

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from strata_kernels.ops.float8.cast import ALIGNMENT
 from strata_kernels.ops.float8.largest import finding_largest
-from strata_kernels.ops.float8.linear import Scaling, float8_frozen_linear, float8_linear, quantize_weight
+from strata_kernels.ops.float8.linear import Scaling, float8_linear, float8_stored_linear, quantize_weight
 from strata_platform.spec import RunSpec
 from strata_platform.spec.model import SCORE, Model
 from strata_platform.spec.training import Training
@@ -51,9 +51,13 @@ class Float8Linear(nn.Linear):
     """A linear layer that multiplies in FP8."""
 
     scaling: Scaling
+    weight_inverse: Tensor
+    """Of a weight that is gathered in FP8, what undoes its scale: [1]."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] → [..., N]."""
+        if self.weight.dtype is torch.float8_e4m3fn:
+            return float8_stored_linear(x, self.weight, self.weight_inverse, self.bias)
         return float8_linear(x, self.weight, self.bias, scaling=self.scaling)
 
     def project_activation(self, activate: Callable[..., Tensor]) -> Tensor:
@@ -70,7 +74,7 @@ class Float8FrozenLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] → [..., N]."""
-        return float8_frozen_linear(x, self.weight.view(torch.float8_e4m3fn), self.weight_inverse, self.bias)
+        return float8_stored_linear(x, self.weight.view(torch.float8_e4m3fn), self.weight_inverse, self.bias)
 
     def project_activation(self, activate: Callable[..., Tensor]) -> Tensor:
         """`self(activate())`, where the activation notes the scale for the cast of its result."""
@@ -236,7 +240,7 @@ def _costs(
     if trained or scaling == "rowwise":
         return exact, cost(lambda x: float8_linear(x, weight, scaling=scaling))
     packed, inverse = quantize_weight(weight)
-    return exact, cost(lambda x: float8_frozen_linear(x, packed, inverse))
+    return exact, cost(lambda x: float8_stored_linear(x, packed, inverse))
 
 
 def saves_frozen_weights(spec: RunSpec) -> bool:

@@ -24,6 +24,7 @@ from tasks.runtime.models.quantization import PackedLayers, quantize_weight, set
 from tasks.runtime.parallel.base import BaseStrategy
 from tasks.runtime.parallel.context import apply_context_parallel
 from tasks.runtime.parallel.expert import apply_expert_parallel, shard_dimension
+from tasks.runtime.parallel.float8_gather import gather_in_float8
 from tasks.runtime.parallel.tensor import apply_tensor_parallel
 from tasks.runtime.parallel.whole_model import WholeCopy, WholeModel
 from tasks.runtime.process.ranks import Processes
@@ -52,6 +53,8 @@ class Fsdp(BaseStrategy):
             ]
         self._experts_mesh = self._build_experts_mesh()
         self._fused_loss, self._quantized = spec.fused_loss, spec.is_quantized
+        # Compiled layers round gradients to the dtype that was gathered; shards on the host are replaced when pinned.
+        self._gathers_in_float8 = not spec.training.compile and not self._settings.cpu_offload
         # Without a conversion to make, versions before 2.15 would still convert packed 4-bit weights.
         dtype = compute_dtype(spec.model, spec.parallel)
         converts = not self._quantized or dtype != model_dtype(spec.model)
@@ -87,6 +90,8 @@ class Fsdp(BaseStrategy):
             self._broadcast_weights(model, whole, packed)
             for experts in split:
                 experts.keep_scales()
+        if self._gathers_in_float8:
+            gather_in_float8(model, self._mesh["shard"], self._dtypes.param_dtype or model.dtype)
         return model
 
     def backward_pass(self, wrapped: nn.Module, *, last: bool) -> AbstractContextManager[None]:

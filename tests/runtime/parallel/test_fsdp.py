@@ -1,4 +1,4 @@
-"""What FSDP cannot split is refused before it is."""
+"""What FSDP cannot shard is rejected before it is sharded, and what it gathers in FP8."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch
 from strata_platform.spec.model import Model
 from tasks.runtime.models.build import build_model
 from tasks.runtime.parallel.fsdp import require_one_dtype
+from tests.runtime.helpers.train_forked import launch
 
 
 @pytest.mark.usefixtures("narrowed")
@@ -19,3 +20,8 @@ def test_weights_that_learn_in_another_type_are_refused():
     norm.requires_grad_(False)
     require_one_dtype(model)
     assert norm.weight.dtype == torch.float32
+
+
+def test_weights_gathered_in_fp8_have_the_bits_of_a_cast_after_gathering():
+    """Of trained and frozen weights, in both dtypes, recomputed or not, in two processes; fewer bytes are sent."""
+    launch(module="tests.runtime.helpers.gathered_float8")

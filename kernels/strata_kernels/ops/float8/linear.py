@@ -1,4 +1,4 @@
-"""A linear layer whose three products are in FP8, and one with a frozen weight that is FP8 in memory.
+"""A linear layer whose three products are in FP8, and one whose weight comes in FP8.
 
     y  = x8 · w8ᵀ              x8, w8 in E4M3
     dx = d8 · w8               d8 = fp8(dy), in E5M2 with one scale for the tensor, in E4M3 with one for each row
@@ -99,25 +99,34 @@ class _Linear(torch.autograd.Function):
         return dx, dw, None, None
 
 
-class _FrozenLinear(torch.autograd.Function):
-    """y and dx with a weight that is FP8 in memory, and has one scale."""
+class _StoredLinear(torch.autograd.Function):
+    """The products with a weight that comes in FP8, and has one scale; that of its gradient where `keeps`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
-        inputs = cast_input(x, "tensorwise", False)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, inverse: Tensor, keeps: bool) -> Tensor:
+        inputs = cast_input(x, "tensorwise", keeps)
         ctx.shape, ctx.dtype = x.shape, x.dtype
-        ctx.save_for_backward(weight, inverse)
+        kept = (inputs.transposed, inputs.column_inverse) if keeps else (None, None)
+        ctx.save_for_backward(weight, inverse, *kept)
         y = product(inputs.rows, weight, inputs.row_inverse, inverse, x.dtype, fast=True)
         return y.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, inverse = ctx.saved_tensors
-        if not ctx.needs_input_grad[0]:
-            return None, None, None
-        d = cast(dy.reshape(-1, dy.shape[-1]), "tensorwise", rows=True, columns=False, e5m2=True, amax=largest_of(dy))
-        dx = product(d.rows, transpose(weight), d.row_inverse, inverse, ctx.dtype)
-        return dx.view(ctx.shape), None, None
+        weight, inverse, xt, x_inverse = ctx.saved_tensors
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        if not needs_x and not needs_weight:
+            return None, None, None, None
+        d = cast(
+            dy.reshape(-1, dy.shape[-1]), "tensorwise",
+            rows=needs_x, columns=needs_weight, e5m2=True, amax=largest_of(dy),
+        )  # fmt: skip
+        dx = dw = None
+        if needs_x:
+            dx = product(d.rows, transpose(weight), d.row_inverse, inverse, ctx.dtype).view(ctx.shape)
+        if needs_weight:
+            dw = product(d.transposed, xt, d.column_inverse, x_inverse, ctx.dtype)
+        return dx, dw, None, None
 
 
 def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scaling: Scaling = "tensorwise") -> Tensor:
@@ -148,12 +157,15 @@ def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scal
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def float8_frozen_linear(x: Tensor, weight: Tensor, inverse: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear(x, weight.to(x.dtype) * inverse, bias)`, in FP8; differentiable in x alone.
+def float8_stored_linear(x: Tensor, weight: Tensor, inverse: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear(x, weight.to(x.dtype) * inverse, bias)`, in FP8, of a weight that comes in FP8.
+
+    Bits of the result and of both gradients are those of `float8_linear` with one scale.
 
     Args:
         x: [..., K].
-        weight: [N, K], float8_e4m3fn; N and K divisible by 16.
+        weight: [N, K], float8_e4m3fn; N and K divisible by 16. Of one that requires a gradient, `grad_dtype`
+            has to be that of x or a wider one: PyTorch would round the gradient to FP8.
         inverse: [1], fp32: the factor that undoes the weight's scale. `quantize_weight` gives both.
         bias: [N], or None.
 
@@ -164,12 +176,24 @@ def float8_frozen_linear(x: Tensor, weight: Tensor, inverse: Tensor, bias: Tenso
         ValueError: the sizes of the weight are not divisible by 16.
     """
     require_matrix(weight, "weight")
-    y: Tensor = _FrozenLinear.apply(x, weight, inverse)
+    y: Tensor = _StoredLinear.apply(x, weight, inverse, weight.requires_grad and torch.is_grad_enabled())
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight [N, K] as `float8_frozen_linear` takes it: FP8 values, and the factor [1] that undoes their scale."""
-    require_matrix(weight, "weight")
-    found = cast(weight.detach(), "tensorwise", rows=True, columns=False)
+def quantize_weight(weight: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """A weight as `float8_stored_linear` takes it: FP8 values, and the factor that undoes their scale.
+
+    Args:
+        weight: [N, K]; or some of its rows, whose number 16 need not divide, with the `amax` of all of it.
+        amax: int32, the bits of the largest magnitude as fp32, or of those of parts; None to find it.
+
+    Returns:
+        [N, K], float8_e4m3fn, and [1], fp32.
+
+    Raises:
+        ValueError: the sizes of the weight are not divisible by 16.
+    """
+    if amax is None:
+        require_matrix(weight, "weight")
+    found = cast(weight.detach(), "tensorwise", rows=True, columns=False, amax=amax)
     return found.rows, found.row_inverse

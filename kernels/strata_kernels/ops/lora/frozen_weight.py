@@ -86,7 +86,7 @@ class PackedWeight:
 
 @dataclass(frozen=True)
 class Float8Weight:
-    """values: [N, K], float8_e4m3fn; inverse: [1], what undoes their scale. As of `float8_frozen_linear`."""
+    """values: [N, K], float8_e4m3fn; inverse: [1], what undoes their scale. As of `float8_stored_linear`."""
 
     values: Tensor
     inverse: Tensor
