@@ -49,9 +49,18 @@ def admitted(values, queue="q"):
     return series("kueue_admitted_active_workloads", values, f'cluster_queue="{queue}",replica_role="leader"')
 
 
+def checked(values):
+    """When the GPUs of a node were looked at, in seconds."""
+    return series("strata_node_gpus_checked_timestamp_seconds", values, 'node="n",pod="p"')
+
+
+def fault(values):
+    return series("strata_node_gpu_faults", values, 'node="n",gpu="3",kind="ecc",pod="p"')
+
+
 BUSY = admitted(f"1{FOREVER}")
 IDLE = [pending(status, f"0{FOREVER}") for status in ("active", "inadmissible")]
-HEALTHY = [*run(), *IDLE, kernels("hit", 8), kernels("compiled", 0), kernels("failed", 0)]
+HEALTHY = [*run(), *IDLE, checked("0+60x400"), kernels("hit", 8), kernels("compiled", 0), kernels("failed", 0)]
 CASES = {
     "all is well": (HEALTHY, set()),
     "a run waits, and nothing runs that could make room": (
@@ -82,6 +91,9 @@ CASES = {
     "a run saves nothing": (run(checkpoints="0+1x100 100x300"), {"StrataCheckpointTooOld"}),
     "a run never saved": (run(checkpoints=f"0{FOREVER}"), {"StrataCheckpointTooOld"}),
     "a run saves every hour": (run(checkpoints=" ".join([f"{hour}x59" for hour in range(7)])), set()),
+    "a GPU has a fault": ([checked("0+60x400"), fault(f"1{FOREVER}")], {"StrataGpuFault"}),
+    "a GPU had a fault": ([checked("0+60x400"), fault("1x100 stale")], set()),
+    "GPUs are not looked at any more": ([checked("0+60x300 18000x100")], {"StrataGpusNotChecked"}),
     "a step was skipped": (run(strata_skipped_steps_total="0x370 1x30"), {"StrataStepsSkipped"}),
     "a step was skipped long ago": (run(strata_skipped_steps_total="0x50 1x350"), set()),
     "a run returned to a checkpoint": (run(strata_rollbacks_total="0x370 1x30"), {"StrataStepsSkipped"}),

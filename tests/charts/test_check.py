@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from strata_platform.chart.cluster_test import _connect, _job, run
+from strata_platform.chart.cluster_test import AllReduce, Cluster, _connect, _job, all_reduce_pod, run
 
 
 @pytest.fixture
@@ -61,3 +61,32 @@ def test_a_job_that_is_to_be_refused_names_no_queue():
     assert _job("n", {}, "q")["metadata"]["labels"] == {}
     template = {"spec": {"containers": []}}
     assert _job("n", template, "q")["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "q"}
+
+
+ALL_REDUCE = AllReduce(
+    namespace="p-d", queue="q", pod_template="strata-rdma", nodes=2, gpus=8, gpu_resource="amd.com/gpu",
+    resources={"cpu": "8"}, min_bandwidth=40, largest=256, seconds=60,
+)  # fmt: skip
+
+
+def test_the_pods_that_measure_have_the_devices_of_the_template_and_all_gpus():
+    expected = Cluster(
+        tenants=[], queue_required=True, kueue_config=("k", "c"), flyte=("f", "f"), image="registry/strata:1",
+        python="python3", job_resources={}, job_seconds=0, all_reduce=ALL_REDUCE,
+    )  # fmt: skip
+    container = {"name": "default", "env": [{"name": "NCCL_IB_HCA", "value": "mlx5"}], "resources": {
+        "requests": {"rdma/ib": 1}, "limits": {"rdma/ib": 1}}}  # fmt: skip
+    template = {"spec": {"containers": [container], "tolerations": [{"key": "team"}]}}
+    pod = all_reduce_pod(template, expected, ALL_REDUCE)["spec"]
+    (container,) = pod["containers"]
+    asked = {"rdma/ib": 1, "cpu": "8", "amd.com/gpu": 8}
+    assert container["resources"] == {"requests": asked, "limits": asked}
+    assert [item["name"] for item in container["env"]] == ["NCCL_IB_HCA", "NODE_NAME"]
+    assert [item["key"] for item in pod["tolerations"]] == ["team", "amd.com/gpu"]
+    assert container["command"][:4] == ["python3", "-m", "torch.distributed.run", "-m"]
+    arguments = container["command"][5:]
+    assert arguments == ["--min-bandwidth", "40.0", "--largest", "256", "--nodes", "2"]
+    (mount,) = container["volumeMounts"]
+    assert mount["mountPath"] == "/dev/shm" and pod["volumes"][0]["emptyDir"]["medium"] == "Memory"
+    job = _job("test", {"spec": pod}, "q", 2, 8)["spec"]
+    assert job["elasticPolicy"]["nProcPerNode"] == 8 and job["elasticPolicy"]["minReplicas"] == 2

@@ -4,7 +4,11 @@ import json
 import re
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from strata_platform.chart import node_health
+from strata_platform.doctor.gpu_health import Fault
+from strata_platform.doctor.nvml import Xid
 from strata_platform.spec import RunSpec
 from tasks.runtime.metrics.trackers.prometheus import Prometheus
 from tasks.runtime.process.ranks import Processes
@@ -62,11 +66,20 @@ def served():
     labels = {sample.name: set(sample.labels) for family in families for sample in family.samples}
     # The namespace is a label of the target.
     common = {"run", "rank", "framework", "namespace"}
-    return {name: labels.get(name, common) | common for name in names} | KUEUE
+    return {name: labels.get(name, common) | common for name in names} | of_nodes() | KUEUE
+
+
+def of_nodes():
+    """What the health check of GPU nodes serves."""
+    registry = CollectorRegistry()
+    metrics = node_health.Metrics("n", registry)
+    metrics.add_xid(Xid(0, 79))
+    metrics.update([Fault(0, "xid", "XID 79", "reboot")])
+    return {sample.name: set(sample.labels) for family in registry.collect() for sample in family.samples}
 
 
 def test_all_expressions_are_looked_at():
-    assert len(of_rules()) == RULES.count("- alert:") == 10
+    assert len(of_rules()) == RULES.count("- alert:") == 12
     assert len(of_dashboards()) > 15
 
 

@@ -8,9 +8,11 @@ import pytest
 import yaml
 from flytekit.configuration import AuthType, PlatformConfig
 
+from strata_platform.backends.job_set import GPU_RESOURCE
 from strata_platform.backends.kubernetes_objects import JOB_SET, SHAPE
-from strata_platform.chart import queue_timeout, removal, retention
+from strata_platform.chart import node_health, queue_timeout, removal, retention
 from strata_platform.chart.cluster_test import Cluster
+from strata_platform.chart.node_health import TAINT
 from strata_platform.estimate.prices import CONFIG_MAP, KEY, Price, parse_prices
 from strata_platform.queue_shares import Shares
 from strata_platform.spec import RunSpec
@@ -75,7 +77,7 @@ def test_every_tenant_has_every_piece(rendered, name):
     values = yaml.safe_load((CHART / "ci" / f"{name}-values.yaml").read_text())
     kinds = {"ServiceAccount", "LimitRange", "PodTemplate", "LocalQueue", "ConfigMap"}
     kinds |= {"Namespace", "NetworkPolicy"} if name != "objects-elsewhere" else set()
-    kinds |= {"Job"} if name == "teams" else set()
+    kinds |= {"Job"} if name in ("teams", "amd") else set()
     for tenant in values["tenants"]:
         for domain in tenant["domains"]:
             namespace = f"{tenant['project']}-{domain}"
@@ -326,8 +328,9 @@ def test_queues_without_tenants_take_nothing(helm):
 
 
 def test_a_fast_network_is_asked_for_by_a_template_of_its_own(rendered):
-    plain, fast = sorted(of_kind(rendered["rdma"], "PodTemplate"), key=lambda item: item["metadata"]["name"])
-    assert (plain["metadata"]["name"], fast["metadata"]["name"]) == ("strata", "strata-rdma")
+    templates = {item["metadata"]["name"]: item for item in of_kind(rendered["rdma"], "PodTemplate")}
+    assert set(templates) == {"strata", "strata-rdma", "strata-sriov", "strata-shared"}
+    plain, fast = templates["strata"], templates["strata-rdma"]
     assert "resources" not in plain["template"]["spec"]["containers"][0]
     (container,) = fast["template"]["spec"]["containers"]
     assert container["resources"] == {"requests": {"rdma/ib": 8}, "limits": {"rdma/ib": 8}}
@@ -336,6 +339,113 @@ def test_a_fast_network_is_asked_for_by_a_template_of_its_own(rendered):
     assert fast["template"]["metadata"]["annotations"] == {
         "kueue.x-k8s.io/podset-preferred-topology": "cloud.example/rack"
     }
+    attached = templates["strata-sriov"]["template"]
+    assert attached["metadata"]["annotations"]["k8s.v1.cni.cncf.io/networks"] == "sriov/fabric0, sriov/fabric1"
+    (container,) = attached["spec"]["containers"]
+    assert container["resources"]["limits"] == {
+        "nvidia.com/fabric0": 1, "nvidia.com/fabric1": 1, "hugepages-2Mi": "1Gi",
+    }  # fmt: skip
+    env = {item["name"]: item.get("value") for item in container["env"]}
+    # The variant's, in place of the tenant's.
+    assert (env["NCCL_IB_HCA"], env["NCCL_SOCKET_IFNAME"]) == ("=mlx5_0,mlx5_1", "eth0")
+
+
+def test_gpus_of_another_vendor_are_what_is_queued_for_and_asked_for(rendered, helm):
+    (template,) = of_kind(rendered["amd"], "PodTemplate")
+    assert template["template"]["metadata"]["annotations"] == {GPU_RESOURCE: "amd.com/gpu"}
+    (plain, *_) = of_kind(rendered["teams"], "PodTemplate")
+    assert "annotations" not in plain["template"]["metadata"]
+    (policy,) = [
+        item for item in of_kind(rendered["amd"], "ValidatingAdmissionPolicy")
+        if item["metadata"]["name"].endswith("-pods")
+    ]  # fmt: skip
+    assert '"amd.com/gpu"' in policy["spec"]["matchConditions"][0]["expression"]
+    (quota,) = of_kind(rendered["amd"], "ResourceQuota")
+    assert quota["spec"]["hard"]["requests.amd.com/gpu"] == 64
+    assert all_reduce_of(rendered["amd"]).gpu_resource == "amd.com/gpu"
+
+
+def all_reduce_of(objects):
+    """What `helm test` measures between nodes."""
+    (pod,) = [item for item in of_kind(objects, "Pod") if item["metadata"]["name"] == "strata-test"]
+    env = {item["name"]: item["value"] for item in pod["spec"]["containers"][0]["env"]}
+    return Cluster.model_validate_json(env["STRATA_CHECK"]).all_reduce
+
+
+def test_bandwidth_is_measured_if_asked_through_the_first_queue(rendered):
+    assert all_reduce_of(rendered["teams"]) is None
+    test = all_reduce_of(rendered["rdma"])
+    assert (test.namespace, test.queue, test.pod_template) == ("language-production", "train", "strata-rdma")
+    assert (test.nodes, test.gpus, test.gpu_resource, test.min_bandwidth) == (2, 8, "nvidia.com/gpu", 300)
+    (rights,) = [
+        item["rules"] for item in of_kind(rendered["rdma"], "Role")
+        if item["metadata"] | {"labels": 0, "annotations": 0}
+        == {"name": "strata-test", "namespace": "language-production", "labels": 0, "annotations": 0}
+    ]  # fmt: skip
+    assert {"apiGroups": [""], "resources": ["pods/log"], "verbs": ["get"]} in rights
+
+
+def test_gpu_nodes_are_watched_by_pods_with_nvml_and_few_rights(rendered, helm):
+    (daemons,) = of_kind(rendered["rdma"], "DaemonSet")
+    pod = daemons["spec"]["template"]["spec"]
+    assert (pod["runtimeClassName"], pod["restartPolicy"]) == ("nvidia", "Always")
+    assert pod["nodeSelector"] == {"nvidia.com/gpu.present": "true"}
+    # Its own taint, too: who takes it back?
+    assert {"key": TAINT, "operator": "Exists"} in pod["tolerations"]
+    (container,) = pod["containers"]
+    env = {item["name"]: item.get("value") for item in container["env"]}
+    assert (env["NVIDIA_VISIBLE_DEVICES"], env["NVIDIA_DRIVER_CAPABILITIES"]) == ("all", "utility")
+    # It looks at GPUs, and takes none.
+    assert not any("gpu" in name for name in container["resources"]["limits"])
+    settings = node_health.Settings.model_validate_json(env[node_health.VARIABLE])
+    assert settings.taint and settings.seconds == 60
+    assert container["ports"] == [{"name": "metrics", "containerPort": settings.port}]
+    (role,) = [item for item in of_kind(rendered["rdma"], "ClusterRole") if item["metadata"]["name"].endswith("health")]
+    assert role["rules"] == [
+        {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "patch"]},
+        {"apiGroups": [""], "resources": ["nodes/status"], "verbs": ["patch"]},
+    ]
+    here = {item["metadata"]["name"] for item in of_kind(rendered["rdma"], "ValidatingAdmissionPolicyBinding")}
+    assert "strata-node-health" in here
+    assert not of_kind(rendered["single-gpu"], "DaemonSet")
+    set_ = "nodeHealth.enabled=true,nodeHealth.runtimeClass=,image.repository=x"
+    (bare,) = of_kind(helm.render("--set", set_), "DaemonSet")
+    assert "runtimeClassName" not in bare["spec"]["template"]["spec"]
+
+
+def test_shares_weights_and_conditions_of_an_admission_are_kueues(rendered):
+    queues = {item["metadata"]["name"]: item["spec"] for item in of_kind(rendered["autoscaled"], "ClusterQueue")}
+    assert queues["language"]["fairSharing"] == {"weight": "2"} and queues["speech"]["fairSharing"] == {"weight": "0.5"}
+    assert "fairSharing" not in queues["abroad"]
+    assert queues["language"]["admissionChecksStrategy"] == {
+        "admissionChecks": [{"name": "make-nodes", "onFlavors": ["preemptible"]}]
+    }
+    assert queues["abroad"]["admissionChecksStrategy"] == {"admissionChecks": [{"name": "go-west"}]}
+    assert queues["language"]["flavorFungibility"]["whenCanBorrow"] == "TryNextFlavor"
+    cohorts = {item["metadata"]["name"]: item["spec"] for item in of_kind(rendered["autoscaled"], "Cohort")}
+    assert cohorts["research"] == {"parentName": "company", "fairSharing": {"weight": "3"}}
+    checks = {item["metadata"]["name"]: item["spec"] for item in of_kind(rendered["autoscaled"], "AdmissionCheck")}
+    kinds = {"make-nodes": "ProvisioningRequestConfig", "go-west": "MultiKueueConfig"}
+    for name, kind in kinds.items():
+        (found,) = of_kind(rendered["autoscaled"], kind)
+        assert checks[name]["parameters"] == {"apiGroup": "kueue.x-k8s.io", "kind": kind, "name": name}
+        assert found["metadata"]["name"] == name
+    (cluster,) = of_kind(rendered["autoscaled"], "MultiKueueCluster")
+    source = cluster["spec"]["clusterSource"]["kubeConfig"]
+    assert source == {"locationType": "Secret", "location": "west-kubeconfig"}
+
+
+def test_what_a_tree_of_cohorts_lends_counts_for_the_largest_admission(rendered):
+    """Of 32 GPUs of its own, a run may borrow the 16 of a queue that shares no cohort with it but the root."""
+    (text,) = [
+        item["data"]["shares.json"] for item in of_kind(rendered["autoscaled"], "ConfigMap")
+        if item["metadata"] | {"labels": 0} == {"name": "strata-queues", "namespace": "speech-production", "labels": 0}
+    ]  # fmt: skip
+    shares = Shares.parse(text)
+    spec = {"resources": {"gpu": 8, "cpu": "8", "memory": "64Gi"}, "topology": {"nproc_per_node": 8}, "output": "/runs"}
+    for pods, fits in ((6, True), (7, False)):
+        run = RunSpec.model_validate(spec | {"topology": {"nnodes": pods, "nproc_per_node": 8}})
+        assert (shares.problem(run.resources, run.topology) is None) is fits
 
 
 def test_a_toleration_of_a_value_compares_it(helm, tmp_path):
@@ -638,6 +748,8 @@ def addresses(monitor, address, **more):
 
 def test_metrics_of_training_pods_alone_are_read_and_let_in(rendered):
     monitors = {item["metadata"]["name"]: item for item in of_kind(rendered["rdma"], "PodMonitor")}
+    (port,) = monitors.pop("strata-node-health")["spec"]["podMetricsEndpoints"]
+    assert port["port"] == "metrics"
     assert set(monitors) == {"strata-runs", "strata-jobsets"}
     for name, monitor in monitors.items():
         assert monitor["metadata"]["labels"]["release"] == "monitoring"

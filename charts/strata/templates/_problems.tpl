@@ -11,6 +11,14 @@ What the schema cannot say: values that are right one by one and wrong together.
 retention.folders: empty, but retention.checkpoints or retention.runs asks to remove old ones; name the mount paths of the tenants' claims that runs are in, or leave the ages out
 {{- end }}
 {{- end }}
+{{- with .Values.tests.allReduce }}
+{{- if eq 1 (int .nodes) }}
+tests.allReduce.nodes: 1, but the test measures between nodes; set 2 or more, or 0 to run none
+{{- else if and .nodes (not (include "strata.tests.allReduce" $)) }}
+tests.allReduce.nodes: {{ .nodes }}, but no tenant has a queue for the test's job; give one a queue, or set 0
+{{- end }}
+{{- end }}
+{{- include "strata.problems.tolerations" (list "nodeHealth" .Values.nodeHealth.tolerations) }}
 {{- with .Values.kernels.bake }}
 {{- if and .models (not .claim) }}
 kernels.bake.claim: empty, and kernels.bake.models has models to bake; name a claim of the tenants that keeps them, or leave models out
@@ -47,9 +55,15 @@ kernels.store.url: empty, but kernels.store.secret is set; set kernels.store.url
 {{- end }}
 {{- end }}
 {{- $set := dict "TRITON_CACHE_DIR" "podTemplate.caches.triton.path" "HF_HOME" "podTemplate.caches.huggingFace.path" "STRATA_BAKED_KERNELS" "kernels.bake.models" "STRATA_QUEUES" "queues.clusterQueues" "STRATA_KERNEL_STORE" "kernels.store.url" "KERNEL_STORE_KEY" "kernels.store.secret" }}
-{{- range $variable, $_ := .podTemplate.env }}
+{{- $environments := dict "podTemplate.env" .podTemplate.env }}
+{{- range .podTemplate.variants }}
+{{- with .env }}{{ $_ := set $environments "podTemplate.variants.env" . }}{{ end }}
+{{- end }}
+{{- range $place, $variables := $environments }}
+{{- range $variable, $_ := $variables }}
 {{- if hasKey $set $variable }}
-{{ $where }}.podTemplate.env.{{ $variable }}: the chart sets this variable by {{ get $set $variable }}; set that, or leave it out
+{{ $where }}.{{ $place }}.{{ $variable }}: the chart sets this variable by {{ get $set $variable }}; set that, or leave it out
+{{- end }}
 {{- end }}
 {{- end }}
 {{- if and $.root.Values.queues.required (not .queues) }}
@@ -121,8 +135,20 @@ queues.unqueuedLimits.{{ $name }}: {{ $most }} is less than {{ $needed }}, which
 queues.timeout.flyte: empty, but queues.timeout.after asks to end runs; name Flyte's gRPC service, give tenants submitters of runs without Flyte, or leave after out
 {{- end }}
 {{- end }}
-{{- range $list := list "topologies" "flavors" "clusterQueues" "priorities" }}
+{{- range $list := list "topologies" "flavors" "clusterQueues" "priorities" "cohorts" }}
 {{- include "strata.problems.taken" (list (printf "queues.%s" $list) "name" (index $.Values.queues $list)) }}
+{{- end }}
+{{- $checks := concat .Values.queues.provisioning .Values.queues.multiKueue }}
+{{- include "strata.problems.taken" (list "queues.provisioning and queues.multiKueue" "name" $checks) }}
+{{- $clusters := list }}
+{{- range .Values.queues.multiKueue }}{{ $clusters = concat $clusters .clusters }}{{ end }}
+{{- include "strata.problems.taken" (list "queues.multiKueue.clusters" "name" $clusters) }}
+{{- $known := list }}
+{{- range $checks }}{{ $known = append $known .name }}{{ end }}
+{{- range .Values.queues.cohorts }}
+{{- if eq "cycle" (include "strata.rootCohort" (dict "root" $ "cohort" .name "path" list)) }}
+queues.cohorts ({{ .name }}).parent: {{ quote .parent }} is below this cohort itself, and Kueue admits nothing in a cycle; leave one parent out
+{{- end }}
 {{- end }}
 {{- $flavors := dict }}
 {{- range .Values.queues.flavors }}{{ $_ := set $flavors .name true }}{{ end }}
@@ -153,6 +179,18 @@ queues.flavors ({{ .name }}).nodeLabels: a flavor with a topology has to say whi
 {{- if and (not $queue.cohort) (ne (toString (get $quota $limit)) "") }}
 {{ $where }}.quotas.resources.{{ $name }}.{{ $limit }}: a queue without a cohort shares nothing; set cohort, or leave {{ $limit }} out
 {{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- $own := list }}
+{{- range $queue.quotas }}{{ $own = append $own .flavor }}{{ end }}
+{{- range $check := $queue.admissionChecks }}
+{{- if not (has .name $known) }}
+{{ $where }}.admissionChecks: there is no entry {{ quote .name }} in queues.provisioning or queues.multiKueue; there are: {{ $known | sortAlpha | join ", " | default "none" }}
+{{- end }}
+{{- range .flavors }}
+{{- if not (has . $own) }}
+{{ $where }}.admissionChecks ({{ $check.name }}).flavors: the queue has no quota in {{ quote . }}, only in: {{ join ", " $own }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -211,11 +249,20 @@ queues.flavors ({{ .name }}).nodeLabels: a flavor with a topology has to say whi
 {{- if .check }}
 {{- $frameworks := list }}
 {{- $config := lookup "v1" "ConfigMap" .namespace .configMap }}
+{{- $fair := false }}
 {{- range $config.data }}
+{{- if hasKey (fromYaml .) "fairSharing" }}{{ $fair = true }}{{ end }}
 {{- $frameworks = concat $frameworks (dig "integrations" "frameworks" list (fromYaml .)) }}
 {{- end }}
 {{- if and $config (not (has "kubeflow.org/pytorchjob" $frameworks)) }}
 queues.kueue: the ConfigMap {{ .namespace }}/{{ .configMap }} does not list the integration kubeflow.org/pytorchjob, so training jobs would not queue; add it to integrations.frameworks and restart Kueue, or set queues.kueue.check to false
+{{- end }}
+{{- $weighted := list }}
+{{- range concat $.Values.queues.clusterQueues $.Values.queues.cohorts }}
+{{- if ne (toString (get . "weight")) "" }}{{ $weighted = append $weighted .name }}{{ end }}
+{{- end }}
+{{- if and $config $weighted (not $fair) }}
+queues.kueue: {{ first $weighted }} has a weight, and the ConfigMap {{ .namespace }}/{{ .configMap }} has no fairSharing, without which Kueue ignores it; add fairSharing and restart Kueue, leave weight out, or set queues.kueue.check to false
 {{- end }}
 {{- $submitters := list }}
 {{- range include "strata.tenants" $ | fromJsonArray }}{{ $submitters = concat $submitters .submitters }}{{ end }}

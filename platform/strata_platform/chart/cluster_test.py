@@ -1,8 +1,9 @@
 """The program of `helm test`, in the training image: `python -m strata_platform.chart.cluster_test cluster | pod`.
 
 `cluster` checks every object of the chart, tries what the cluster must refuse, and runs a job of two pods through each
-tenant's queue. `pod` runs as a tenant's pod does and checks what it can reach and write. The chart passes the expected
-values as JSON in the variable STRATA_CHECK. The program prints a line per check; exit code 1 means that one failed.
+tenant's queue, and one over several nodes if asked for. `pod` runs as a tenant's pod does and checks what it can reach
+and write. The chart passes the expected values as JSON in the variable STRATA_CHECK. The program prints a line per
+check; exit code 1 means that one failed.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from strata_platform.kubernetes_answers import PYTORCHJOB, access_review, framew
 from strata_platform.pod_settings import QUEUE
 
 _TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
+_SHARED = "/dev/shm"  # noqa: S108
 _KUEUE, _KUBEFLOW = ("kueue.x-k8s.io", "v1beta2"), ("kubeflow.org", "v1")
 # An all-reduce over two pods tests rendezvous, name resolution, network policies and torch at once.
 _ALL_REDUCE = """\
@@ -47,6 +49,28 @@ class Tenant(BaseModel):
     objects: dict[str, list[str]]
 
 
+class AllReduce(BaseModel):
+    """A test of the bandwidth between nodes, as in the values."""
+
+    namespace: str
+    queue: str
+    pod_template: str
+    nodes: int
+    gpus: int
+    gpu_resource: str
+    resources: dict[str, str | int]
+    min_bandwidth: float
+    largest: int
+    seconds: int
+
+    @property
+    def program(self) -> list[str]:
+        """The arguments of -m for each process."""
+        numbers = {"--min-bandwidth": self.min_bandwidth, "--largest": self.largest, "--nodes": self.nodes}
+        flags = [text for flag, number in numbers.items() for text in (flag, str(number))]
+        return ["tasks.runtime.faults.all_reduce_test", *flags]
+
+
 class Cluster(BaseModel):
     """What `cluster` expects. `job_seconds` limits a job of two pods; 0 runs none."""
 
@@ -58,6 +82,7 @@ class Cluster(BaseModel):
     python: str
     job_resources: dict[str, str | int]
     job_seconds: int
+    all_reduce: AllReduce | None = None
 
 
 class Pod(BaseModel):
@@ -140,6 +165,8 @@ def cluster_checks(expected: Cluster) -> Iterator[Check]:
         yield from _refusal_checks(tenant, expected.queue_required)
         if expected.job_seconds and tenant.queues:
             yield f"{tenant.namespace}: two pods through a queue find each other", partial(_two_pods, expected, tenant)
+    if (test := expected.all_reduce) is not None:
+        yield f"{test.namespace}: all-reduces between {test.nodes} nodes", partial(_all_reduce, expected, test)
 
 
 def _integrated(namespace: str, name: str) -> str | None:
@@ -240,8 +267,8 @@ def _privileged() -> dict[str, Any]:
     return {"metadata": {"name": "strata-test-privileged"}, "spec": {"containers": [container]}}
 
 
-def _job(name: str, template: dict[str, Any], queue: str) -> dict[str, Any]:
-    """A job of two workers. Without a template it has no queue and serves only to be refused."""
+def _job(name: str, template: dict[str, Any], queue: str, pods: int = 2, processes: int = 1) -> dict[str, Any]:
+    """A job of workers. Without a template it has no queue and serves only to be refused."""
     labels = {QUEUE: queue} if template else {}
     pod = template or {"spec": {"containers": [{"name": "pytorch", "image": "none"}]}}
     return {
@@ -249,10 +276,15 @@ def _job(name: str, template: dict[str, Any], queue: str) -> dict[str, Any]:
         "kind": "PyTorchJob",
         "metadata": {"name": name, "labels": labels},
         "spec": {
-            "elasticPolicy": {"minReplicas": 2, "maxReplicas": 2, "nProcPerNode": 1, "rdzvBackend": "c10d"},
+            "elasticPolicy": {
+                "minReplicas": pods,
+                "maxReplicas": pods,
+                "nProcPerNode": processes,
+                "rdzvBackend": "c10d",
+            },
             # Failed pods stay for their logs; running ones release their resources.
             "runPolicy": {"cleanPodPolicy": "Running"},
-            "pytorchReplicaSpecs": {"Worker": {"replicas": 2, "restartPolicy": "Never", "template": pod}},
+            "pytorchReplicaSpecs": {"Worker": {"replicas": pods, "restartPolicy": "Never", "template": pod}},
         },
     }
 
@@ -264,25 +296,98 @@ def _create(namespace: str, job: dict[str, Any], **options: Any) -> None:
 
 
 def _two_pods(expected: Cluster, tenant: Tenant) -> str | None:
-    from kubernetes import client
-
-    core, custom = client.CoreV1Api(), client.CustomObjectsApi()
-    found = core.read_namespaced_pod_template(tenant.pod_template, tenant.namespace)
-    template: dict[str, Any] = core.api_client.sanitize_for_serialization(found.template)
-    template["metadata"].pop("creationTimestamp", None)
+    template = _template(tenant.pod_template, tenant.namespace)
     container = template["spec"]["containers"][0]
     launch = ["-m", "torch.distributed.run", "--no-python", expected.python, "-c", _ALL_REDUCE]
     container |= {"name": "pytorch", "image": expected.image, "command": [expected.python, *launch]}
     container["resources"] = {"requests": expected.job_resources, "limits": expected.job_resources}
+    job = _job(_new_name(), template, next(iter(tenant.queues)))
+    return _run_job(job, tenant.namespace, expected.job_seconds)
+
+
+def _all_reduce(expected: Cluster, test: AllReduce) -> str | None:
+    template = all_reduce_pod(_template(test.pod_template, test.namespace), expected, test)
+    job = _job(_new_name(), template, test.queue, test.nodes, max(test.gpus, 1))
+    return _run_job(job, test.namespace, test.seconds, shown="all-reduce of")
+
+
+def all_reduce_pod(template: dict[str, Any], expected: Cluster, test: AllReduce) -> dict[str, Any]:
+    """The pods of the test, from a template of the tenant with its devices."""
+    inner = template["spec"]
+    container = inner["containers"][0]
+    gpus = {test.gpu_resource: test.gpus} if test.gpus else {}
+    asked = (container.get("resources") or {}).get("limits", {}) | test.resources | gpus
+    node = {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
+    container |= {
+        "name": "pytorch",
+        "image": expected.image,
+        "command": [expected.python, "-m", "torch.distributed.run", "-m", *test.program],
+        "resources": {"requests": asked, "limits": asked},
+        "env": [*(container.get("env") or []), node],
+        "volumeMounts": [*(container.get("volumeMounts") or []), {"name": "shared-memory", "mountPath": _SHARED}],
+    }
+    # Where GPUs of a node cannot reach each other directly, NCCL goes through shared memory.
+    memory = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}}
+    inner["volumes"] = [*(inner.get("volumes") or []), memory]
+    if test.gpus:
+        tolerated = {"key": test.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}
+        inner["tolerations"] = [*(inner.get("tolerations") or []), tolerated]
+    labels = template.setdefault("metadata", {}).setdefault("labels", {})
+    labels["strata/test"] = "all-reduce"
+    inner["topologySpreadConstraints"] = [
+        {
+            "maxSkew": 1,
+            "topologyKey": "kubernetes.io/hostname",
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": {"matchLabels": {"strata/test": "all-reduce"}},
+        }
+    ]
+    return template
+
+
+def _template(name: str, namespace: str) -> dict[str, Any]:
+    from kubernetes import client
+
+    core = client.CoreV1Api()
+    found = core.read_namespaced_pod_template(name, namespace)
+    template: dict[str, Any] = core.api_client.sanitize_for_serialization(found.template)
+    template["metadata"].pop("creationTimestamp", None)
+    return template
+
+
+def _new_name() -> str:
     # The digits distinguish this job from an earlier one that is still being deleted.
-    name = f"strata-test-{time.time_ns() // 10**6 % 10**8}"
-    _create(tenant.namespace, _job(name, template, next(iter(tenant.queues))))
-    address = (*_KUBEFLOW, tenant.namespace, "pytorchjobs", name)
-    problem = _ended_well(partial(custom.get_namespaced_custom_object, *address), expected.job_seconds)
+    return f"strata-test-{time.time_ns() // 10**6 % 10**8}"
+
+
+def _run_job(job: dict[str, Any], namespace: str, seconds: int, shown: str | None = None) -> str | None:
+    """Run a job to its end. Prints the log that begins with `shown`, if that is given."""
+    from kubernetes import client
+
+    custom, name = client.CustomObjectsApi(), job["metadata"]["name"]
+    _create(namespace, job)
+    address = (*_KUBEFLOW, namespace, "pytorchjobs", name)
+    problem = _ended_well(partial(custom.get_namespaced_custom_object, *address), seconds)
+    if shown is not None:
+        for index in range(job["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"]):
+            _print_log(f"{name}-worker-{index}", namespace, shown)
     if problem is None:
         custom.delete_namespaced_custom_object(*address)
         return None
     return f"{problem}; see kubectl describe pytorchjob {name} and the logs of its pods, then delete it"
+
+
+def _print_log(pod: str, namespace: str, shown: str) -> None:
+    from kubernetes import client
+
+    try:
+        log = str(client.CoreV1Api().read_namespaced_pod_log(pod, namespace))
+    except client.ApiException:
+        # A pod that never started has none.
+        return
+    start = log.find(shown)
+    if start >= 0:
+        print("\n".join(f"      {line}" for line in log[start:].splitlines()), flush=True)
 
 
 def _ended_well(read: Callable[[], dict[str, Any]], seconds: int) -> str | None:

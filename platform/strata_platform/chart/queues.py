@@ -8,6 +8,7 @@ from pydantic import Field
 
 from strata_platform.chart.tenants import Toleration
 from strata_platform.chart.value_fields import (
+    DnsLabel,
     DnsName,
     LabelKey,
     Labels,
@@ -82,11 +83,32 @@ class Preemption(Values):
     )
 
 
+class FlavorFungibility(Values):
+    """Whether a run tries the next flavor of its queue before it takes something from others in this one."""
+
+    when_can_borrow: Literal["MayStopSearch", "TryNextFlavor"] = Field(
+        "MayStopSearch", description="If it would have to borrow."
+    )
+    when_can_preempt: Literal["MayStopSearch", "TryNextFlavor"] = Field(
+        "TryNextFlavor", description="If it would have to preempt."
+    )
+
+
+class QueueCheck(Values):
+    """What a run of the queue has to pass after it has quota, and before it starts."""
+
+    name: DnsLabel = Field(description="Name of an entry of `queues.provisioning` or `queues.multiKueue`.")
+    flavors: tuple[DnsName, ...] = Field((), description="Flavors that it is for; empty for all of the queue.")
+
+
 class ClusterQueue(Values):
     """A ClusterQueue: a share of the cluster."""
 
     name: DnsName = Field(description="Name.")
     cohort: OptionalDnsName = Field("", description="Queues of one cohort lend each other unused quota.")
+    weight: OptionalQuantity = Field(
+        "", description="Share of what the cohort lends, if Kueue's configuration has `fairSharing`; empty: 1."
+    )
     strategy: Literal["BestEffortFIFO", "StrictFIFO"] = Field(
         "BestEffortFIFO", description="Whether smaller runs may overtake a waiting one."
     )
@@ -94,6 +116,50 @@ class ClusterQueue(Values):
         description="Flavors, in the order in which Kueue tries them."
     )
     preemption: Preemption = Field(Preemption(), description="Whose runs are preempted.")
+    flavor_fungibility: FlavorFungibility = Field(
+        FlavorFungibility(), description="When a run tries the next flavor, such as one of preemptible nodes."
+    )
+    admission_checks: tuple[QueueCheck, ...] = Field((), description="Further conditions of an admission.")
+
+
+class Cohort(Values):
+    """A cohort below another one, or with a weight. Others need no entry."""
+
+    name: DnsName = Field(description="Name, as in `clusterQueues`.")
+    parent: OptionalDnsName = Field("", description="Cohort whose queues also lend to this one's, and borrow.")
+    weight: OptionalQuantity = Field("", description="As that of a ClusterQueue, among the children of one parent.")
+
+
+class Provisioning(Values):
+    """An admission check that has the cluster autoscaler make nodes for the whole run before its pods start."""
+
+    name: DnsLabel = Field(description="Name.")
+    class_name: DnsName = Field(
+        description="Class of the ProvisioningRequest, such as `check-capacity.autoscaling.x-k8s.io`."
+    )
+    parameters: dict[LabelKey, Annotated[str, Field(max_length=255)]] = Field(
+        {}, description="Parameters of the class."
+    )
+    managed_resources: tuple[ResourceName, ...] = Field(
+        (), description="Only runs that request one of these are checked, such as `nvidia.com/gpu`; empty: all."
+    )
+    retries: Annotated[int, Field(ge=0)] = Field(3, description="Requests after a failed one, ever more rarely.")
+
+
+class WorkerCluster(Values):
+    """A cluster that runs are sent to."""
+
+    name: DnsName = Field(description="Name.")
+    secret: DnsName = Field(description="Secret of Kueue's namespace with the key `kubeconfig`.")
+
+
+class MultiKueue(Values):
+    """An admission check that sends a run to another cluster with the same namespaces and queues."""
+
+    name: DnsLabel = Field(description="Name.")
+    clusters: Annotated[tuple[WorkerCluster, ...], Field(min_length=1, max_length=20)] = Field(
+        description="Clusters; the first that admits the run has it."
+    )
 
 
 class Priority(Values):
@@ -160,5 +226,8 @@ class Queues(Values):
     topologies: tuple[Topology, ...] = Field((), description="Topologies of nodes.")
     flavors: tuple[Flavor, ...] = Field((), description="Kinds of nodes.")
     cluster_queues: tuple[ClusterQueue, ...] = Field((), description="Shares of the cluster.")
+    cohorts: tuple[Cohort, ...] = Field((), description="Trees and weights of cohorts.")
+    provisioning: tuple[Provisioning, ...] = Field((), description="Admission checks that ask an autoscaler for nodes.")
+    multi_kueue: tuple[MultiKueue, ...] = Field((), description="Admission checks that send runs to other clusters.")
     priorities: tuple[Priority, ...] = Field((), description="Priority classes.")
     kueue: Kueue = Field(Kueue(), description="Namespace and configuration of Kueue.")

@@ -41,6 +41,8 @@ class Release(BaseModel):
     cluster_queues: list[str]
     flavors: list[str]
     topologies: list[str]
+    cohorts: list[str] = []
+    admission_checks: list[str] = []
     seconds: float
 
 
@@ -130,6 +132,8 @@ class Removal:
             ("clusterqueues", self.release.cluster_queues),
             ("resourceflavors", self.release.flavors),
             ("topologies", self.release.topologies),
+            ("cohorts", self.release.cohorts),
+            ("admissionchecks", self.release.admission_checks),
         ):
             paths += [f"{_KUEUE}/{kind}/{name}" for name in names]
         for path in paths:

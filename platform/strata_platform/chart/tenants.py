@@ -19,6 +19,7 @@ from strata_platform.chart.value_fields import (
     Quantities,
     Quantity,
     QuotaKey,
+    ResourceName,
     UserId,
     Values,
     VariableName,
@@ -144,10 +145,15 @@ class PodVariant(Values):
     """An additional PodTemplate that overrides the tenant's; a run names it in `resources.pod_template`."""
 
     name: DnsName = Field(description="Name.")
-    annotations: Annotations = Field({}, description="For example, Kueue's topology requests.")
+    annotations: Annotations = Field(
+        {}, description="For example, Kueue's topology requests, or networks that Multus attaches."
+    )
+    env: dict[VariableName, str] = Field({}, description="Additional environment variables, such as NCCL's.")
     node_selector: Labels = Field({}, description="Labels of nodes.")
     tolerations: tuple[Toleration, ...] = Field((), description="Additional tolerations.")
-    resources: Quantities = Field({}, description="Devices of each pod, such as `rdma/ib: 8`.")
+    resources: Quantities = Field(
+        {}, description="Devices of each pod, such as `rdma/ib: 8`, and `hugepages-2Mi` if the network needs them."
+    )
 
 
 class PodTemplate(Values):
@@ -178,6 +184,11 @@ class PodTemplate(Values):
         description="Image pull policy; Kubernetes' default for the template's placeholder would be Always.",
     )
     image_pull_secrets: tuple[DnsName, ...] = Field((), description="Image pull secrets of the tenant.")
+    gpu_resource: ResourceName = Field(
+        "nvidia.com/gpu",
+        description="What runs without Flyte, and `tests.allReduce`, request for a GPU, such as `amd.com/gpu`; Flyte "
+        "has its own `k8s.gpu-resource-name`.",
+    )
     caches: Caches = Field(Caches(), description="Caches.")
     volumes: tuple[Volume, ...] = Field(
         (), description="Claims to mount, such as that of a run's `output`. The run itself sets the size of /dev/shm."

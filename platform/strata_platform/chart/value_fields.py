@@ -53,7 +53,7 @@ OptionalQuantity = Annotated[
 ]
 """The same; empty where there is none."""
 
-ResourceName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9./_-]*[a-z0-9])?$")]
+ResourceName = Annotated[str, Field(pattern=r"^[a-z0-9]([A-Za-z0-9./_-]*[A-Za-z0-9])?$")]
 Quantities = dict[ResourceName, Quantity]
 
 QuotaKey = Annotated[

@@ -9,11 +9,14 @@ from pydantic import Field
 from strata_platform.chart.kernel_cache import Kernels
 from strata_platform.chart.observability import Observability
 from strata_platform.chart.queues import Queues
-from strata_platform.chart.tenants import Tenant, TenantSettings, Volume
+from strata_platform.chart.tenants import Tenant, TenantSettings, Toleration, Volume
 from strata_platform.chart.value_fields import (
     Address,
     DnsName,
+    Duration,
     ImageTag,
+    Labels,
+    OptionalDnsName,
     OptionalDuration,
     Path,
     Quantities,
@@ -49,6 +52,26 @@ class TestJob(Values):
     resources: Quantities = Field({"cpu": "1", "memory": "2Gi"}, description="Requests and limits of each pod.")
 
 
+class AllReduceTest(Values):
+    """A job through the first tenant's first queue that measures all-reduces between nodes: NCCL on GPUs."""
+
+    nodes: Annotated[int, Field(ge=0, le=1024)] = Field(0, description="Pods, each on a node of its own; 0 runs none.")
+    gpus: Annotated[int, Field(ge=0, le=64)] = Field(
+        8, description="GPUs of each pod, all of the node; 0 tries the test itself with a process on CPUs."
+    )
+    pod_template: OptionalDnsName = Field(
+        "", description="Pod template, such as a variant with RDMA devices; empty for the tenant's own."
+    )
+    min_bandwidth: Annotated[float, Field(ge=0)] = Field(
+        0, description="Bus bandwidth of the largest tensor below which the test fails, in GB/s."
+    )
+    largest: Annotated[int, Field(ge=1, le=65536)] = Field(1024, description="Size of the largest tensor in MiB.")
+    seconds: Annotated[int, Field(ge=1, le=3600)] = Field(
+        900, description="Maximum seconds, including the wait in the queue; give `helm test` a longer `--timeout`."
+    )
+    resources: Quantities = Field({"cpu": "8", "memory": "32Gi"}, description="Other requests and limits of each pod.")
+
+
 class Tests(Values):
     """What `helm test` runs: checks of every object, a pod, and a job of two pods in each tenant's namespace."""
 
@@ -63,6 +86,24 @@ class Tests(Values):
     )
     flyte: FlyteAccount = Field(FlyteAccount(), description="The service account of Flyte's propeller.")
     job: TestJob = Field(TestJob(), description="A job of two pods through each tenant's first queue.")
+    all_reduce: AllReduceTest = Field(AllReduceTest(), description="Bandwidth between nodes.")
+
+
+class NodeHealth(Values):
+    """A DaemonSet that watches NVIDIA GPUs by NVML, and taints nodes `strata/gpu-unhealthy` if one has a fault."""
+
+    enabled: bool = Field(False, description="Create the DaemonSet.")
+    taint: bool = Field(True, description="Taint; else only the condition, events and metrics tell of a fault.")
+    interval: Duration = Field("60s", description="Time from one look to the next. XIDs are seen when they come.")
+    runtime_class: OptionalDnsName = Field(
+        "nvidia", description="Runtime class that gives containers NVML; empty if the default one does."
+    )
+    node_selector: Labels = Field({"nvidia.com/gpu.present": "true"}, description="Labels of the GPU nodes.")
+    tolerations: tuple[Toleration, ...] = Field(
+        (Toleration(key="nvidia.com/gpu"),), description="Taints of those nodes, besides the chart's own."
+    )
+    port: Annotated[int, Field(ge=1024, le=65535)] = Field(9401, description="Port of the metrics.")
+    resources: Quantities = Field({"cpu": "50m", "memory": "128Mi"}, description="Requests and limits of each pod.")
 
 
 class Removal(Values):
@@ -105,6 +146,7 @@ class ChartValues(Values):
     kernels: Kernels = Field(Kernels(), description="Compiled kernels and pulled images, for fast pod starts.")
     observability: Observability = Field(Observability(), description="Metrics, alerts and dashboards.")
     prices: Prices = Field(Prices(), description="Prices that `strata estimate` computes costs with.")
+    node_health: NodeHealth = Field(NodeHealth(), description="Health of GPU nodes.")
     tests: Tests = Field(Tests(), description="Checks of `helm test`.")
     retention: Retention = Field(Retention(), description="What is removed when it is old.")
     removal: Removal = Field(Removal(), description="What `helm uninstall` does first.")

@@ -21,6 +21,8 @@ from typing import Any
 import yaml
 
 from strata_platform.doctor.finding import Finding, ok, problem, skipped, warning
+from strata_platform.doctor.gpu_health import faults
+from strata_platform.doctor.nvml import LIBRARY, Nvml, NvmlError, NvmlMissing
 
 _MIB = 2**20
 _GIB = 2**30
@@ -69,6 +71,7 @@ class Machine:
     shared_memory: Path = Path("/dev/shm")  # noqa: S108
     mounts: Path = Path("/proc/mounts")
     probe: str = field(default=_PROBE, repr=False)
+    nvml: str = LIBRARY
 
     @classmethod
     def here(cls) -> Machine:
@@ -181,6 +184,31 @@ def _gpu(machine: Machine) -> Finding:
     return ok(
         f"{len(found['gpus'])} x {', '.join(names)}, driver {driver[0] if driver else '?'}, torch {found['torch']}"
     )
+
+
+def _gpu_health(machine: Machine) -> Finding:
+    """What the driver counts, such as memory errors."""
+    try:
+        nvml = Nvml(machine.nvml)
+    except NvmlMissing:
+        return skipped("no NVML: there is no NVIDIA driver, or the container does not see it")
+    except NvmlError as error:
+        return problem(f"the driver does not work: {error}", "look at dmesg, then reload the driver or reboot")
+    try:
+        gpus = nvml.gpus()
+    finally:
+        nvml.close()
+    found = faults(gpus)
+    if found:
+        return problem("; ".join(map(str, found)), found[0].advice)
+    trained = [gpu for gpu in gpus if gpu.link_recoveries]
+    if trained:
+        return warning(
+            f"NVLinks of GPU {trained[0].index} had to be trained again {trained[0].link_recoveries} times since the "
+            "driver was loaded",
+            "watch the number; if it grows, have the GPU reseated or replaced",
+        )
+    return ok(f"{len(gpus)} GPUs without faults")
 
 
 def _unusable(found: Mapping[str, Any], driver: tuple[str, int] | None) -> Finding:
@@ -320,6 +348,7 @@ def _file_system(path: Path, mounts: Path) -> str:
 Check = Callable[[Machine], Finding]
 _TRAINS: tuple[tuple[str, Check], ...] = (
     ("GPU, driver and torch", _gpu),
+    ("GPU health", _gpu_health),
     ("C compiler", _compiler),
     ("Triton's cache", _triton_cache),
     ("shared memory", _shared_memory),

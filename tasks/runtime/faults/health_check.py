@@ -164,12 +164,20 @@ def _raise_if_unfit(processes: Processes, message: Callable[[], str]) -> None:
 
 
 def _connections(faults: Faults, processes: Processes) -> float:
-    """Bus bandwidth of an all-reduce in GB/s, as nccl-tests define it. Raises `Unhealthy` for wrong sums or a slow
-    network.
-    """
-    device, number = processes.device, processes.world_size
+    """Bus bandwidth of an all-reduce in GB/s. Raises `Unhealthy` for wrong sums or a slow network."""
+    device = processes.device
     size = (64 << 20) if device.type == "cuda" else (64 << 10)
     values = torch.full((size,), float(processes.rank + 1), device=device)
+    raise_if_wrong_sums(processes, values)
+    speed = bus_bandwidth(processes, values)
+    if faults.min_bandwidth is not None:
+        raise_if_slow(processes, values, speed, faults.min_bandwidth, "faults.min_bandwidth")
+    return speed
+
+
+def raise_if_wrong_sums(processes: Processes, values: torch.Tensor) -> None:
+    """All-reduce `values`, rank + 1 everywhere, and raise `Unhealthy` on every rank if a sum is wrong. A collective."""
+    number = processes.world_size
     # The first all-reduce also connects the ranks, which takes longer.
     dist.all_reduce(values)
     wrong = int((values != number * (number + 1) / 2).sum())
@@ -177,17 +185,27 @@ def _connections(faults: Faults, processes: Processes) -> float:
         f"{describe_process(processes)}: {wrong} values of a sum over all are wrong" if wrong else ""
     )
     _raise_if_unfit(processes, lambda: "; ".join(filter(None, outcomes or [])))
-    seconds = _timed(device, lambda: dist.all_reduce(values))
-    speed = 2 * (number - 1) / number * values.nbytes / seconds / 1e9
+
+
+def bus_bandwidth(processes: Processes, values: torch.Tensor) -> float:
+    """GB/s of an all-reduce of `values`, as nccl-tests define it for the bus; the slowest rank's. A collective."""
+    number = processes.world_size
+    seconds = _timed(values.device, lambda: dist.all_reduce(values))
     # All ranks must compare the same number, or some would wait for the others.
-    slowest = torch.tensor(speed)
+    slowest = torch.tensor(2 * (number - 1) / number * values.nbytes / seconds / 1e9)
     dist.all_reduce(slowest, op=dist.ReduceOp.MIN)
-    floor = faults.min_bandwidth
-    if floor is not None and float(slowest) < floor:
+    return float(slowest)
+
+
+def raise_if_slow(processes: Processes, values: torch.Tensor, speed: float, floor: float, name: str) -> None:
+    """Raise `Unhealthy` on every rank if `speed` is below `floor`, with the ranks at fault. A collective.
+
+    `values`: what neighbors exchange to find these. `name`: of the floor.
+    """
+    if speed < floor:
         links = processes.gather(_links(processes, values))
         places = processes.gather(describe_process(processes))
-        _raise_if_unfit(processes, lambda: _slow(float(slowest), floor, _merged(links or []), places or []))
-    return float(slowest)
+        _raise_if_unfit(processes, lambda: _slow(speed, floor, name, _merged(links or []), places or []))
 
 
 def _links(processes: Processes, values: torch.Tensor) -> dict[Link, float]:
@@ -221,12 +239,12 @@ def _merged(links: list[dict[Link, float]]) -> dict[Link, float]:
     return merged
 
 
-def _slow(speed: float, floor: float, links: Mapping[Link, float], places: list[str]) -> str:
+def _slow(speed: float, floor: float, name: str, links: Mapping[Link, float], places: list[str]) -> str:
     blamed = slow_processes(links)
     by = " and ".join(places[rank] for rank in blamed) if blamed else "no process more than others"
     listed = ", ".join(f"{a}-{b} {links[a, b]:.3g}" for a, b in sorted(links, key=lambda link: links[link])[:8])
     return (
-        f"all processes together reach {speed:.3g} GB/s in an all-reduce, and faults.min_bandwidth is {floor:g}; "
+        f"all processes together reach {speed:.3g} GB/s in an all-reduce, and {name} is {floor:g}; "
         f"slowed down by {by} (GB/s between neighbors, slowest first: {listed})"
     )
 

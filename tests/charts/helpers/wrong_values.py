@@ -200,6 +200,23 @@ REFUSED_BY_THE_TEMPLATES = {
         'queues.flavors (f).topology: there is no queues.topologies entry "t"'),
     "a topology of no nodes": ("queues: {topologies: [{name: t, levels: [rack]}], flavors: [{name: f, topology: t}]}",
         "queues.flavors (f).nodeLabels"),
+    "a cycle of cohorts": ("queues: {cohorts: [{name: a, parent: b}, {name: b, parent: a}]}",
+        'queues.cohorts (a).parent: "b" is below this cohort itself'),
+    "an admission check that is not there": ("queues: {flavors: [{name: f}], clusterQueues: [{name: q, "
+        "admissionChecks: [{name: nodes}], quotas: [{flavor: f, resources: {cpu: {nominal: 1}}}]}]}",
+        'queues.clusterQueues (q).admissionChecks: there is no entry "nodes" in queues.provisioning'),
+    "an admission check of a flavor that the queue has not": ("queues: {flavors: [{name: f}], "
+        "provisioning: [{name: nodes, className: c}], clusterQueues: [{name: q, "
+        "admissionChecks: [{name: nodes, flavors: [g]}], quotas: [{flavor: f, resources: {cpu: {nominal: 1}}}]}]}",
+        'queues.clusterQueues (q).admissionChecks (nodes).flavors: the queue has no quota in "g", only in: f'),
+    "two checks of one name": ("queues: {provisioning: [{name: a, className: c}], "
+        "multiKueue: [{name: a, clusters: [{name: w, secret: s}]}]}",
+        "queues.provisioning and queues.multiKueue (a): the name is taken"),
+    "a cluster twice": ("queues: {multiKueue: [{name: a, clusters: [{name: w, secret: s}, {name: w, secret: t}]}]}",
+        "queues.multiKueue.clusters (w): the name is taken"),
+    "a bandwidth of one node": ("tests: {allReduce: {nodes: 1}}", "tests.allReduce.nodes: 1, but the test measures"),
+    "a bandwidth without a queue": ("tests: {allReduce: {nodes: 2}}",
+        "tests.allReduce.nodes: 2, but no tenant has a queue"),
     "flavors of other resources": ("queues: {flavors: [{name: f}, {name: g}], clusterQueues: [{name: q, quotas: ["
         "{flavor: f, resources: {cpu: {nominal: 1}}}, {flavor: g, resources: {memory: {nominal: 1}}}]}]}",
         "queues.clusterQueues (q).quotas (g).resources: all flavors of a queue name the same resources"),

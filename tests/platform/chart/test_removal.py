@@ -13,7 +13,8 @@ KIND = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/workloads.kueue.
 SYSTEM = "strata-system"
 RELEASE = Release(
     name="strata", namespace=SYSTEM, kueue_namespace=SYSTEM, local_queues=[("team-a", "research")],
-    cluster_queues=["shared"], flavors=["h100"], topologies=[], seconds=3,
+    cluster_queues=["shared"], flavors=["h100"], topologies=[],
+    cohorts=["research"], admission_checks=["make-nodes"], seconds=3,
 )  # fmt: skip
 
 
@@ -30,6 +31,8 @@ class Cluster:
             KIND: item("workloads", notes=MINE if kueue_is_ours else {}),
             f"{KUEUE}/clusterqueues/shared": item("shared"),
             f"{KUEUE}/resourceflavors/h100": item("h100"),
+            f"{KUEUE}/cohorts/research": item("research"),
+            f"{KUEUE}/admissionchecks/make-nodes": item("make-nodes"),
             f"{KUEUE}/namespaces/team-a/localqueues/research": item("research", "team-a"),
             f"{KUEUE}/namespaces/team-a/workloads/run": item(
                 "run",

@@ -5,7 +5,7 @@
 {{- range .queues }}{{ $local = append $local (list $tenant.namespace .name) }}{{ end -}}
 {{- end -}}
 {{- $names := dict -}}
-{{- range $kind := list "clusterQueues" "flavors" "topologies" -}}
+{{- range $kind := list "clusterQueues" "flavors" "topologies" "cohorts" "provisioning" "multiKueue" -}}
 {{- $found := list -}}
 {{- range index $.Values.queues $kind }}{{ $found = append $found .name }}{{ end -}}
 {{- $_ := set $names $kind $found -}}
@@ -18,6 +18,8 @@
   "cluster_queues" $names.clusterQueues
   "flavors" $names.flavors
   "topologies" $names.topologies
+  "cohorts" $names.cohorts
+  "admission_checks" (concat $names.provisioning $names.multiKueue)
   "seconds" .Values.removal.seconds | toJson -}}
 {{- end }}
 

@@ -86,7 +86,9 @@ strata/domain: {{ .domain | quote }}
 {{- $template := $tenant.podTemplate -}}
 {{- $variant := .variant | default dict -}}
 metadata:
-  {{- with merge (dict) ($variant.annotations | default dict) $template.annotations }}
+  {{- $own := dict }}
+  {{- if ne $template.gpuResource "nvidia.com/gpu" }}{{ $_ := set $own "strata/gpu-resource" $template.gpuResource }}{{ end }}
+  {{- with merge $own ($variant.annotations | default dict) $template.annotations }}
   annotations:
     {{- toYaml . | nindent 4 }}
   {{- end }}
@@ -149,7 +151,7 @@ spec:
               optional: true
         {{- end }}
         {{- end }}
-        {{- range $name, $value := $template.env }}
+        {{- range $name, $value := merge (dict) ($variant.env | default dict) $template.env }}
         - name: {{ $name | quote }}
           value: {{ $value | quote }}
         {{- end }}

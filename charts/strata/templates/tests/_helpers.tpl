@@ -14,6 +14,7 @@
   "pod_template" .podTemplate.name "queues" $queues "objects" $objects) -}}
 {{- end -}}
 {{- $kueue := .Values.queues.kueue -}}
+{{- $allReduce := include "strata.tests.allReduce" . -}}
 {{- with .Values.tests -}}
 {{- dict
   "tenants" $tenants
@@ -23,7 +24,8 @@
   "image" (include "strata.image" $)
   "python" .python
   "job_resources" .job.resources
-  "job_seconds" (int64 .job.seconds) | toJson -}}
+  "job_seconds" (int64 .job.seconds)
+  "all_reduce" (ternary nil (fromJson $allReduce) (empty $allReduce)) | toJson -}}
 {{- end -}}
 {{- end }}
 
@@ -38,4 +40,20 @@ helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
 helm.sh/hook: test
 helm.sh/hook-weight: "-1"
 helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded,hook-failed
+{{- end }}
+
+{{/* The test of the bandwidth between nodes, as JSON: by the first tenant with a queue. Empty for none. */}}
+{{- define "strata.tests.allReduce" -}}
+{{- $test := .Values.tests.allReduce -}}
+{{- $tenant := dict -}}
+{{- range include "strata.tenants" . | fromJsonArray | reverse }}{{ if .queues }}{{ $tenant = . }}{{ end }}{{ end -}}
+{{- if and $test.nodes $tenant -}}
+{{- dict
+  "namespace" $tenant.namespace
+  "queue" (first $tenant.queues).name
+  "pod_template" ($test.podTemplate | default $tenant.podTemplate.name)
+  "nodes" (int64 $test.nodes) "gpus" (int64 $test.gpus) "gpu_resource" $tenant.podTemplate.gpuResource
+  "resources" $test.resources "min_bandwidth" $test.minBandwidth "largest" (int64 $test.largest)
+  "seconds" (int64 $test.seconds) | toJson -}}
+{{- end -}}
 {{- end }}

@@ -1,0 +1,328 @@
+"""The chart's DaemonSet that watches GPUs: `python -m strata_platform.chart.node_health`.
+
+Each round it asks NVML for the state of every GPU of the node, which touches no memory of a GPU and disturbs no run;
+XIDs come in between. What is found becomes the node's condition `GpuUnhealthy`, an event, metrics, and a taint, so that
+no other run starts there. Runs that are on the node go on. The taint goes when nothing has been found for
+RECOVERY_ROUNDS. After an XID, which is an event and no state, it goes when the node has been rebooted, or when somebody
+removes it: `kubectl taint node NAME strata/gpu-unhealthy-`.
+
+The chart passes the settings as JSON in the variable STRATA_NODE_HEALTH, and the node's name in NODE_NAME.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+
+from strata_platform.chart.value_fields import duration
+from strata_platform.doctor.gpu_health import Fault, faults, xid_fault
+from strata_platform.doctor.nvml import Nvml, NvmlError, NvmlMissing, Xid
+from strata_platform.kubernetes_api import Access, ApiError, KubernetesApi, Object
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+VARIABLE, NODE = "STRATA_NODE_HEALTH", "NODE_NAME"
+TAINT, CONDITION = "strata/gpu-unhealthy", "GpuUnhealthy"
+
+# Rounds in a row in which something that may pass has to be seen. Everything else counts at once.
+PATIENCE = 3
+MAY_PASS = ("slowdown", "pcie", "nvlink")
+# Rounds without a finding after which a node is healthy again.
+RECOVERY_ROUNDS = 10
+# Kubelet and controllers change the node, too; a change that another one has overtaken is made anew.
+_ATTEMPTS = 8
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_STANDING = re.compile(r"gpu-(\d+)\.([a-z-]+?)(?:-(\d+)\.boot-([0-9a-f]{8}))?")
+
+
+class Settings(BaseModel):
+    """What the chart says."""
+
+    taint: bool
+    interval: str
+    port: int
+
+    @property
+    def seconds(self) -> float:
+        """From one look to the next."""
+        found = duration(self.interval)
+        assert found is not None, "the schema lets no empty interval pass"
+        return found.total_seconds()
+
+
+class Judge:
+    """Decides from what is seen in each round which faults count."""
+
+    def __init__(self, standing: Iterable[Fault] = ()) -> None:
+        """`standing`: faults for which the node is tainted already."""
+        self._standing = list(standing)
+        self._xids = {fault.gpu: fault for fault in self._standing if fault.kind == "xid"}
+        self._rounds: dict[tuple[int, str], int] = {}
+        self._healthy_rounds = 0
+
+    def add_xid(self, fault: Fault) -> None:
+        """An XID has come; it counts from now on."""
+        self._xids.setdefault(fault.gpu, fault)
+
+    def forget(self) -> None:
+        """Somebody has looked after the node."""
+        self._xids.clear()
+        self._standing.clear()
+
+    def count(self, seen: Sequence[Fault]) -> list[Fault]:
+        """The faults that count after a round in which `seen` was seen; those of XIDs first."""
+        self._rounds = {(fault.gpu, fault.kind): self._rounds.get((fault.gpu, fault.kind), 0) + 1 for fault in seen}
+        lasting = [
+            fault
+            for fault in seen
+            if self._rounds[fault.gpu, fault.kind] >= (PATIENCE if fault.kind in MAY_PASS else 1)
+        ]
+        counted = [*self._xids.values(), *lasting]
+        self._healthy_rounds = 0 if seen or self._xids else self._healthy_rounds + 1
+        if counted or self._healthy_rounds >= RECOVERY_ROUNDS:
+            self._standing = counted
+        return self._standing
+
+
+@dataclass(frozen=True)
+class Node:
+    """The node in Kubernetes. Methods raise ApiError and urllib3's HTTPError."""
+
+    api: KubernetesApi
+    name: str
+    boot: str
+    """Identifies the current boot."""
+
+    def get(self) -> Object:
+        """The node."""
+        return self.api.get(f"/api/v1/nodes/{self.name}")
+
+    def standing(self) -> list[Fault]:
+        """The fault for which the node is tainted, unless it was an XID of an earlier boot."""
+        value = next((taint.get("value", "") for taint in _taints(self.get()) if taint["key"] == TAINT), None)
+        match = _STANDING.fullmatch(value or "")
+        if match is None:
+            return []
+        gpu, kind, number, boot = int(match[1]), match[2], match[3], match[4]
+        if kind == "xid" and boot != self.boot[:8]:
+            return []
+        what = f"XID {number}" if number else kind
+        return [Fault(gpu, kind, f"{what}, as found before", "")]  # type: ignore[arg-type]
+
+    def report(self, found: Sequence[Fault], *, taint: bool) -> bool:
+        """Make condition and taint say what is found, and tell of a change by an event. Returns whether it changed."""
+        self._change("", lambda node: self._with_taint(node, found if taint else ()))
+        changed = self._change("/status", lambda node: _with_condition(node, found))
+        if changed:
+            self._tell(found)
+        return changed
+
+    def _with_taint(self, node: Object, found: Sequence[Fault]) -> Object | None:
+        before = _taints(node)
+        after = [taint for taint in before if taint["key"] != TAINT]
+        if found:
+            after.append({"key": TAINT, "value": self._value(found[0]), "effect": "NoSchedule"})
+        return None if after == before else {"spec": {"taints": after or None}}
+
+    def _value(self, fault: Fault) -> str:
+        number = re.match(r"XID (\d+)", fault.message) if fault.kind == "xid" else None
+        return f"gpu-{fault.gpu}.{fault.kind}" + (f"-{number[1]}.boot-{self.boot[:8]}" if number else "")
+
+    def _change(self, part: str, change: Callable[[Object], Object | None]) -> bool:
+        for attempt in range(_ATTEMPTS):
+            node = self.get()
+            patch = change(node)
+            if patch is None:
+                return False
+            # Lists are replaced as a whole: not what another one has written meanwhile.
+            patch["metadata"] = {"resourceVersion": node["metadata"]["resourceVersion"]}
+            try:
+                self.api.request("PATCH", f"/api/v1/nodes/{self.name}{part}", patch)
+            except ApiError as error:
+                if error.status != 409 or attempt == _ATTEMPTS - 1:
+                    raise
+                continue
+            return True
+        return False
+
+    def _tell(self, found: Sequence[Fault]) -> None:
+        now = _now()
+        event = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"generateName": f"{self.name}.", "namespace": "default"},
+            # As the kubelet's events of nodes, which is how kubectl finds them.
+            "involvedObject": {"apiVersion": "v1", "kind": "Node", "name": self.name, "uid": self.name},
+            "type": "Warning" if found else "Normal",
+            "reason": CONDITION if found else "GpuHealthy",
+            "message": _message(found)[:1024],
+            "source": {"component": "strata-node-health", "host": self.name},
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "count": 1,
+        }
+        self.api.request("POST", "/api/v1/namespaces/default/events", event)
+
+
+def _taints(node: Object) -> list[Object]:
+    found: list[Object] = node["spec"].get("taints") or []
+    return found
+
+
+def _with_condition(node: Object, found: Sequence[Fault]) -> Object | None:
+    conditions = node["status"].get("conditions") or []
+    before = next((each for each in conditions if each["type"] == CONDITION), {})
+    status, reason = ("True", _reason(found[0])) if found else ("False", "GpusHealthy")
+    now = _now()
+    wanted = {"type": CONDITION, "status": status, "reason": reason, "message": _message(found)}
+    if all(before.get(key) == value for key, value in wanted.items()):
+        return None
+    since = before["lastTransitionTime"] if before.get("status") == status else now
+    wanted |= {"lastHeartbeatTime": now, "lastTransitionTime": since}
+    return {"status": {"conditions": [*(each for each in conditions if each["type"] != CONDITION), wanted]}}
+
+
+def _reason(fault: Fault) -> str:
+    return "".join(word.capitalize() for word in fault.kind.split("-"))
+
+
+def _message(found: Sequence[Fault]) -> str:
+    if not found:
+        return "no GPU of this node has a fault"
+    way = found[0].advice
+    return "; ".join(map(str, found)) + (f". {way[0].upper()}{way[1:]}" if way else "")
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+class Metrics:
+    """What Prometheus reads, of this node."""
+
+    def __init__(self, node: str, registry: CollectorRegistry) -> None:
+        # What the training image has; the package itself does without.
+        from prometheus_client import Counter, Gauge
+
+        self._node = node
+        self.healthy = Gauge(
+            "strata_node_gpus_healthy", "1 if no GPU of the node has a fault.", ["node"], registry=registry
+        )
+        self.faults = Gauge(
+            "strata_node_gpu_faults", "Faults of a GPU, by kind.", ["node", "gpu", "kind"], registry=registry
+        )
+        self.xids = Counter(
+            "strata_node_gpu_xids", "XIDs of a GPU, of applications too.", ["node", "gpu", "xid"], registry=registry
+        )
+        self.checked = Gauge(
+            "strata_node_gpus_checked_timestamp_seconds", "When the GPUs were looked at.", ["node"], registry=registry
+        )
+
+    def add_xid(self, xid: Xid) -> None:
+        """The driver has reported an error."""
+        self.xids.labels(self._node, xid.index, xid.number).inc()
+
+    def update(self, found: Sequence[Fault]) -> None:
+        """After a round."""
+        self.healthy.labels(self._node).set(not found)
+        self.checked.labels(self._node).set_to_current_time()
+        self.faults.clear()
+        for fault in found:
+            self.faults.labels(self._node, fault.gpu, fault.kind).inc()
+
+
+class Watch:
+    """One round after the other."""
+
+    def __init__(self, connect: Callable[[], Node], nvml: Nvml, settings: Settings, metrics: Metrics) -> None:
+        """`connect` reads the credentials anew, which Kubernetes replaces while the pod runs."""
+        self._connect, self._nvml, self._settings, self._metrics = connect, nvml, settings, metrics
+        self._judge = Judge(connect().standing())
+        self._tainted = False
+
+    def round(self) -> list[Fault]:
+        """Look at the GPUs and report. Returns the faults that count."""
+        kubernetes = self._connect()
+        node = kubernetes.get()
+        if self._tainted and not any(taint["key"] == TAINT for taint in _taints(node)):
+            print("the taint was removed by hand: earlier XIDs are forgotten", flush=True)
+            self._judge.forget()
+        found = self._judge.count(faults(self._nvml.gpus(), _expected(node)))
+        if kubernetes.report(found, taint=self._settings.taint):
+            print(_message(found), flush=True)
+        self._tainted = bool(found) and self._settings.taint
+        self._metrics.update(found)
+        return found
+
+    def wait(self, seconds: float) -> None:
+        """Wait for XIDs; returns at once after one that tells of a fault."""
+        end = time.monotonic() + seconds
+        # In short waits: while the library waits, no signal is handled.
+        while (left := end - time.monotonic()) > 0:
+            began = time.monotonic()
+            for xid in self._nvml.xids(min(left, 1.0)):
+                print(f"GPU {xid.index}: XID {xid.number}", flush=True)
+                self._metrics.add_xid(xid)
+                fault = xid_fault(xid)
+                if fault is not None:
+                    self._judge.add_xid(fault)
+                    return
+            # A lost GPU ends a wait at once.
+            time.sleep(max(0.0, min(left, 1.0) - (time.monotonic() - began)))
+
+
+def _expected(node: Object) -> int | None:
+    """How many GPUs feature discovery has counted; with MIG's single strategy it counts slices."""
+    labels: dict[str, Any] = node["metadata"].get("labels") or {}
+    count = labels.get("nvidia.com/gpu.count", "")
+    return int(count) if count.isdigit() and labels.get("nvidia.com/mig.strategy") != "single" else None
+
+
+def main() -> None:
+    """Watch until SIGTERM."""
+    import urllib3
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    settings = Settings.model_validate_json(os.environ[VARIABLE])
+    name, boot = os.environ[NODE], _BOOT.read_text(encoding="ascii").strip()
+
+    def connect() -> Node:
+        return Node(KubernetesApi(Access.of_environment()), name, boot)
+
+    try:
+        nvml = Nvml()
+    except NvmlMissing as error:
+        # Not a fault of the node's: nothing is known of it.
+        sys.exit(
+            f"NVML cannot be loaded: {error}; set nodeHealth.runtimeClass, or nodeHealth.nodeSelector to GPU nodes"
+        )
+    except NvmlError as error:
+        fault = Fault(0, "lost", f"the driver does not work: {error}", "look at dmesg and the driver's pod")
+        connect().report([fault], taint=settings.taint)
+        sys.exit(str(fault))
+    registry = CollectorRegistry()
+    start_http_server(settings.port, registry=registry)
+    watch = Watch(connect, nvml, settings, Metrics(name, registry))
+    while True:
+        try:
+            watch.round()
+        except (ApiError, urllib3.exceptions.HTTPError) as error:
+            # XIDs are kept until the next round; the metric's time tells that none was made.
+            print(f"the node cannot be changed: {error}", flush=True)
+        watch.wait(settings.seconds)
+
+
+if __name__ == "__main__":
+    main()

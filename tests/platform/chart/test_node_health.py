@@ -1,0 +1,190 @@
+"""When a node with a broken GPU is tainted, and when no more: GPUs as a file describes them, a node in memory."""
+
+import copy
+import shutil
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from strata_platform.chart import node_health
+from strata_platform.chart.node_health import PATIENCE, RECOVERY_ROUNDS, TAINT, Metrics, Node, Settings, Watch
+from strata_platform.doctor.nvml import Nvml
+from strata_platform.kubernetes_api import ApiError
+from tests.platform.helpers.fake_nvml import build, describe
+
+pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc to build NVML with")
+OTHERS = [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]
+READY = {"type": "Ready", "status": "True"}
+BOOT, NEXT_BOOT = "1f2e3d4c-0000", "aaaabbbb-0000"
+
+
+class Api:
+    """An API server with one node. Others change it now and then."""
+
+    def __init__(self, taints=OTHERS, labels=None):
+        self.node = {
+            "metadata": {"name": "n", "resourceVersion": "1", "labels": labels or {}},
+            "spec": {"taints": list(taints)},
+            "status": {"conditions": [READY]},
+        }
+        self.events, self.overtaken = [], 0
+
+    def get(self, path):
+        assert path == "/api/v1/nodes/n"
+        return copy.deepcopy(self.node)
+
+    def request(self, method, path, body):
+        if method == "POST":
+            assert path == "/api/v1/namespaces/default/events"
+            self.events.append((body["type"], body["reason"], body["message"]))
+            return
+        assert method == "PATCH" and path in ("/api/v1/nodes/n", "/api/v1/nodes/n/status")
+        if self.overtaken:
+            self.overtaken -= 1
+            self.touch()
+        if body["metadata"]["resourceVersion"] != self.node["metadata"]["resourceVersion"]:
+            raise ApiError(409, "Conflict", "the object has been modified")
+        part = "status" if path.endswith("status") else "spec"
+        self.node[part] |= {key: value or [] for key, value in body[part].items()}
+        self.touch()
+
+    def touch(self):
+        self.node["metadata"]["resourceVersion"] += "1"
+
+    @property
+    def taint(self):
+        """The value of the taint; None without."""
+        return next((taint["value"] for taint in self.node["spec"]["taints"] if taint["key"] == TAINT), None)
+
+    @property
+    def condition(self):
+        found = [each for each in self.node["status"]["conditions"] if each["type"] == node_health.CONDITION]
+        return (found[0]["status"], found[0]["reason"]) if found else None
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture
+def watched(library, tmp_path, monkeypatch):
+    """Starts the program's rounds, again after a restart of its pod, on GPUs that the file describes."""
+    monkeypatch.setenv("FAKE_NVML", str(tmp_path / "gpus"))
+
+    def start(api, *, taint=True, boot=BOOT, **changes):
+        describe(tmp_path / "gpus", **changes)
+        settings = Settings(taint=taint, interval="1s", port=1)
+        return Watch(lambda: Node(api, "n", boot), Nvml(str(library)), settings, Metrics("n", CollectorRegistry()))
+
+    start.change = lambda **changes: describe(tmp_path / "gpus", **changes)
+    return start
+
+
+def test_a_healthy_node_is_told_of_once_and_left_alone(watched):
+    api = Api()
+    watch = watched(api)
+    for _ in range(3):
+        watch.round()
+    assert api.taint is None and api.condition == ("False", "GpusHealthy") and len(api.events) == 1
+    assert api.node["spec"]["taints"] == OTHERS and READY in api.node["status"]["conditions"]
+
+
+def test_a_broken_gpu_taints_its_node_at_once_and_until_it_has_been_well_for_a_while(watched):
+    api = Api()
+    watch = watched(api, ecc__1=2)
+    watch.round()
+    assert api.taint == "gpu-1.ecc" and api.condition == ("True", "Ecc")
+    assert api.node["spec"]["taints"][:-1] == OTHERS
+    (event,) = api.events
+    assert event[:2] == ("Warning", "GpuUnhealthy") and "GPU 1: 2 uncorrectable" in event[2] and "reboot it" in event[2]
+    watched.change()
+    for _ in range(RECOVERY_ROUNDS - 1):
+        watch.round()
+        assert api.taint == "gpu-1.ecc"
+    watch.round()
+    assert api.taint is None and api.condition == ("False", "GpusHealthy") and api.node["spec"]["taints"] == OTHERS
+    assert [kind for kind, _, _ in api.events] == ["Warning", "Normal"]
+
+
+def test_what_may_pass_has_to_last(watched):
+    api = Api()
+    watch = watched(api, slowdown__0=0x40)
+    for _ in range(PATIENCE - 1):
+        watch.round()
+    watched.change()
+    watch.round()
+    watched.change(slowdown__0=0x40)
+    for _ in range(PATIENCE - 1):
+        watch.round()
+        assert api.taint is None
+    watch.round()
+    assert api.taint == "gpu-0.slowdown"
+
+
+def test_an_xid_ends_with_the_boot(watched):
+    api = Api()
+    watch = watched(api, xid__1=79, xid__0=31)
+    watch.wait(0.05)
+    watch.round()
+    assert api.taint == "gpu-1.xid-79.boot-1f2e3d4c"
+    # The pod is started again, and NVML knows of no XID any more.
+    watch = watched(api)
+    for _ in range(RECOVERY_ROUNDS + 1):
+        watch.round()
+    assert api.taint == "gpu-1.xid-79.boot-1f2e3d4c"
+    watched(api, boot=NEXT_BOOT).round()
+    assert api.taint is None
+
+
+def test_who_removes_the_taint_has_looked_after_an_xid(watched):
+    api = Api()
+    watch = watched(api, xid__0=31, xid__1=74)
+    watch.wait(0.05)
+    # Of several in the time of a round, each is waited for.
+    watch.wait(0.05)
+    watch.round()
+    assert api.taint
+    api.node["spec"]["taints"] = list(OTHERS)
+    watch.round()
+    assert api.taint is None and api.condition == ("False", "GpusHealthy")
+
+
+def test_a_state_taints_again_whoever_removes_it(watched):
+    api = Api()
+    watch = watched(api, pending__0=1)
+    watch.round()
+    api.node["spec"]["taints"] = list(OTHERS)
+    watch.round()
+    assert api.taint == "gpu-0.row-remapping"
+
+
+def test_without_taint_it_is_only_told_of_and_an_earlier_taint_goes(watched):
+    api = Api([*OTHERS, {"key": TAINT, "value": "gpu-1.ecc", "effect": "NoSchedule"}])
+    watched(api, taint=False, ecc__1=2).round()
+    assert api.node["spec"]["taints"] == OTHERS and api.condition == ("True", "Ecc") and len(api.events) == 1
+
+
+def test_changes_of_others_are_kept(watched):
+    api = Api()
+    api.overtaken = 2
+    watched(api, ecc__0=1).round()
+    assert api.taint and api.condition == ("True", "Ecc")
+    api.overtaken = 100
+    with pytest.raises(ApiError, match="has been modified"):
+        watched(api, ecc__0=0, links__0=1, error__1=15).round()
+
+
+@pytest.mark.parametrize(
+    ("labels", "taint"),
+    [
+        ({"nvidia.com/gpu.count": "2"}, None),
+        ({"nvidia.com/gpu.count": "8"}, "gpu-2.missing"),
+        # Then it counts slices.
+        ({"nvidia.com/gpu.count": "14", "nvidia.com/mig.strategy": "single"}, None),
+    ],
+)
+def test_the_number_of_gpus_is_that_of_feature_discovery(watched, labels, taint):
+    api = Api(labels=labels)
+    watched(api).round()
+    assert api.taint == taint
