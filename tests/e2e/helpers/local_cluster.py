@@ -30,6 +30,7 @@ import yaml
 
 from strata_platform.chart import keep_kinds
 from tests.e2e.helpers import job_set_controller, upstream_flyte
+from tests.platform.helpers import fake_nvml
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = Path(os.environ.get("STRATA_CLUSTER", "")).absolute()
@@ -58,6 +59,8 @@ SEEN = {
     "platform": ROOT / "platform",
     # For runs without Flyte, whose code is the image's.
     "tasks": ROOT / "tasks",
+    # NVML of GPUs that a file describes.
+    "nvml": STATE / "nvml",
 }
 # The machine is busy: a slow answer is none of a dead server, and servers get their share.
 PATIENT = {"timeoutSeconds": 15, "failureThreshold": 8, "periodSeconds": 2}
@@ -137,6 +140,8 @@ def build() -> None:
             upstream_flyte.pack(SCRIPTS, STATE / "images")
             upstream_flyte.install_provider(PROVIDER)
         job_set_controller.build(SCRIPTS, STATE)
+        SEEN["nvml"].mkdir(exist_ok=True)
+        fake_nvml.build(SEEN["nvml"])
     except (OSError, subprocess.SubprocessError) as error:
         raise CannotError(f"the cluster's programs cannot be built here: {error}") from error
 
@@ -447,6 +452,7 @@ def run_tests(arguments: list[str]) -> int:
     """pytest in the cluster's network; its exit status."""
     os.environ.update(store_environment())
     os.environ.update(FLYTECTL_CONFIG=str(FLYTE_CONFIG), STRATA_E2E_IMAGE="registry.local/hostroot:1")
+    os.environ.update(STRATA_E2E_NVML=str(SEEN["nvml"]))
     reject = f"INPUT -d {STORE} -p tcp --dport 9000 -j REJECT --reject-with tcp-reset"
     os.environ.update(STRATA_E2E_STORE_OFF=f"iptables -I {reject}", STRATA_E2E_STORE_ON=f"iptables -D {reject}")
     again = f"cd {ROOT} && {sys.executable} -m {__spec__.name}"
