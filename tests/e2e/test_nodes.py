@@ -1,4 +1,4 @@
-"""The health check of GPU nodes on a real node, with GPUs that a file describes; presets by the cluster's validation."""
+"""The health check of GPU nodes on a node, with GPUs that a file describes; presets by the cluster's own validation."""
 
 import json
 import os
@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from strata_platform.chart.node_health import CONDITION, RECOVERY_ROUNDS, TAINT
+from strata_platform.chart.node_health import RECOVERY_ROUNDS, TAINT
+from strata_platform.doctor.gpu_health import CONDITION
 from strata_platform.kubernetes_api import Access, ApiError, KubernetesApi
 from tests.e2e.helpers.cluster import ROOT, until
 from tests.platform.helpers.fake_nvml import describe

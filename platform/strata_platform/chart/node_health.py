@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from strata_platform.chart.value_fields import duration
-from strata_platform.doctor.gpu_health import Fault, faults, xid_fault
+from strata_platform.doctor.gpu_health import CONDITION, Fault, faults, xid_fault
 from strata_platform.doctor.nvml import Nvml, NvmlError, NvmlMissing, Xid
 from strata_platform.kubernetes_api import Access, ApiError, KubernetesApi, Object
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
 VARIABLE, NODE = "STRATA_NODE_HEALTH", "NODE_NAME"
-TAINT, CONDITION = "strata/gpu-unhealthy", "GpuUnhealthy"
+TAINT = "strata/gpu-unhealthy"
 
 # Rounds in a row in which something that may pass has to be seen. Everything else counts at once.
 PATIENCE = 3

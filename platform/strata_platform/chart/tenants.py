@@ -19,7 +19,6 @@ from strata_platform.chart.value_fields import (
     Quantities,
     Quantity,
     QuotaKey,
-    ResourceName,
     UserId,
     Values,
     VariableName,
@@ -184,11 +183,6 @@ class PodTemplate(Values):
         description="Image pull policy; Kubernetes' default for the template's placeholder would be Always.",
     )
     image_pull_secrets: tuple[DnsName, ...] = Field((), description="Image pull secrets of the tenant.")
-    gpu_resource: ResourceName = Field(
-        "nvidia.com/gpu",
-        description="What runs without Flyte, and `tests.allReduce`, request for a GPU, such as `amd.com/gpu`; Flyte "
-        "has its own `k8s.gpu-resource-name`.",
-    )
     caches: Caches = Field(Caches(), description="Caches.")
     volumes: tuple[Volume, ...] = Field(
         (), description="Claims to mount, such as that of a run's `output`. The run itself sets the size of /dev/shm."

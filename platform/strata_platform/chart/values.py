@@ -21,6 +21,7 @@ from strata_platform.chart.value_fields import (
     Path,
     Quantities,
     Repository,
+    ResourceName,
     Values,
     VariableName,
 )
@@ -59,6 +60,7 @@ class AllReduceTest(Values):
     gpus: Annotated[int, Field(ge=0, le=64)] = Field(
         8, description="GPUs of each pod, all of the node; 0 tries the test itself with a process on CPUs."
     )
+    gpu_resource: ResourceName = Field("nvidia.com/gpu", description="Resource of the GPUs, such as `amd.com/gpu`.")
     pod_template: OptionalDnsName = Field(
         "", description="Pod template, such as a variant with RDMA devices; empty for the tenant's own."
     )

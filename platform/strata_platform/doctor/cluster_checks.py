@@ -15,6 +15,7 @@ from strata_platform.backends.kubernetes import POD_TEMPLATE
 from strata_platform.backends.kubernetes_objects import JOB_SET
 from strata_platform.doctor.cluster_reader import TENANT, ClusterReader, images_of
 from strata_platform.doctor.finding import Check, Finding, StopChecking, ok, problem, skipped, warning
+from strata_platform.doctor.gpu_health import CONDITION
 from strata_platform.doctor.network_policies import JOB_LABEL, JOB_SET_LABEL, rendezvous
 from strata_platform.kubernetes_answers import JOBSET, PYTORCHJOB, TASK_LIMITS, access_review, frameworks, why_inactive
 from strata_platform.quantity import parse_quantity
@@ -258,6 +259,17 @@ def _gpu_nodes(cluster: ClusterReader) -> Finding:
         )
     if not nodes:
         return warning("no node has allocatable GPUs: runs train on CPUs", "install the GPU operator, or add nodes")
+    sick = [
+        (node["metadata"]["name"], condition["message"])
+        for node in nodes
+        for condition in node["status"].get("conditions") or []
+        if (condition["type"], condition["status"]) == (CONDITION, "True")
+    ]
+    if sick:
+        return problem(
+            f"{len(sick)} of {len(nodes)} GPU nodes have a GPU with a fault, such as {sick[0][0]}: {sick[0][1]}",
+            "kubectl describe node has each; docs/gpu-nodes.md says what follows",
+        )
     label = cluster.kubernetes_plugin.get("gpu-device-node-label") if cluster.with_flyte else GPU_MODELS["nvidia.com"]
     if not label:
         return warning(

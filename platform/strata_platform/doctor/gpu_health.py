@@ -30,6 +30,9 @@ HARDWARE_XIDS = {
     143: "the GPU did not start",
 }
 
+CONDITION = "GpuUnhealthy"
+"""Condition of a node, which the chart's health check keeps."""
+
 Kind = Literal["lost", "xid", "ecc", "row-remapping", "slowdown", "pcie", "nvlink", "missing"]
 
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from strata_platform.backends.job_set import GPU_RESOURCE, job_set, object_name
+from strata_platform.backends.job_set import job_set, object_name
 from strata_platform.outcomes import outcome_of_exit
 from strata_platform.pod_settings import ENVIRONMENT
 from strata_platform.spec import RunSpec, load_spec
@@ -122,21 +122,6 @@ def test_pods_have_the_resources_of_the_spec_beside_those_of_the_template():
     (volume,) = [each for each in spec["volumes"] if each["name"] == memory["name"]]
     assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Gi"}
     assert {"name": "runs", "mountPath": "/runs"} in container["volumeMounts"]
-
-
-def of_vendor(resource):
-    return TEMPLATE | {"metadata": TEMPLATE["metadata"] | {"annotations": {GPU_RESOURCE: resource}}}
-
-
-def test_a_template_says_what_kubernetes_calls_its_gpus():
-    spec = pod_of(made(template=of_vendor("amd.com/gpu")))["spec"]
-    (container,) = spec["containers"]
-    asked = {"cpu": "96", "memory": "900Gi", "amd.com/gpu": "8", "rdma/ib": "1"}
-    assert container["resources"] == {"requests": asked, "limits": asked}
-    assert spec["nodeSelector"] == {"pool": "training", "amd.com/gpu.product-name": "NVIDIA-H100"}
-    assert [each["key"] for each in spec["tolerations"]] == ["team", "amd.com/gpu"]
-    with pytest.raises(ValueError, match=r"resources.gpu_type is 'NVIDIA-H100', but nodes with habana.ai/gaudi"):
-        made(template=of_vendor("habana.ai/gaudi"))
 
 
 def test_pods_know_their_spec_and_the_first_pod():

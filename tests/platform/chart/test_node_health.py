@@ -6,8 +6,8 @@ import shutil
 import pytest
 from prometheus_client import CollectorRegistry
 
-from strata_platform.chart import node_health
 from strata_platform.chart.node_health import PATIENCE, RECOVERY_ROUNDS, TAINT, Metrics, Node, Settings, Watch
+from strata_platform.doctor.gpu_health import CONDITION
 from strata_platform.doctor.nvml import Nvml
 from strata_platform.kubernetes_api import ApiError
 from tests.platform.helpers.fake_nvml import build, describe
@@ -58,7 +58,7 @@ class Api:
 
     @property
     def condition(self):
-        found = [each for each in self.node["status"]["conditions"] if each["type"] == node_health.CONDITION]
+        found = [each for each in self.node["status"]["conditions"] if each["type"] == CONDITION]
         return (found[0]["status"], found[0]["reason"]) if found else None
 
 

@@ -461,6 +461,22 @@ ILL = {
         "team: network policies",
         "time out",
     ),
+    "a broken GPU": (
+        "/api/v1/nodes",
+        {
+            "items": [
+                {
+                    "metadata": {"name": "a", "labels": {"gpu": "H200"}},
+                    "status": {
+                        "allocatable": {"nvidia.com/gpu": "8"},
+                        "conditions": [{"type": "GpuUnhealthy", "status": "True", "message": "GPU 3: XID 79"}],
+                    },
+                }
+            ]
+        },
+        "GPU nodes",
+        "1 of 1 GPU nodes have a GPU with a fault, such as a: GPU 3: XID 79",
+    ),
     "no GPU to give": (
         "/api/v1/nodes",
         {"items": [{"metadata": {"name": "a"}, "status": {"allocatable": {"nvidia.com/gpu": "0"}}}]},

@@ -86,9 +86,7 @@ strata/domain: {{ .domain | quote }}
 {{- $template := $tenant.podTemplate -}}
 {{- $variant := .variant | default dict -}}
 metadata:
-  {{- $own := dict }}
-  {{- if ne $template.gpuResource "nvidia.com/gpu" }}{{ $_ := set $own "strata/gpu-resource" $template.gpuResource }}{{ end }}
-  {{- with merge $own ($variant.annotations | default dict) $template.annotations }}
+  {{- with merge (dict) ($variant.annotations | default dict) $template.annotations }}
   annotations:
     {{- toYaml . | nindent 4 }}
   {{- end }}

@@ -52,7 +52,7 @@ helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded,hook-failed
   "namespace" $tenant.namespace
   "queue" (first $tenant.queues).name
   "pod_template" ($test.podTemplate | default $tenant.podTemplate.name)
-  "nodes" (int64 $test.nodes) "gpus" (int64 $test.gpus) "gpu_resource" $tenant.podTemplate.gpuResource
+  "nodes" (int64 $test.nodes) "gpus" (int64 $test.gpus) "gpu_resource" $test.gpuResource
   "resources" $test.resources "min_bandwidth" $test.minBandwidth "largest" (int64 $test.largest)
   "seconds" (int64 $test.seconds) | toJson -}}
 {{- end -}}
