@@ -318,7 +318,8 @@ def test_queues_take_tenants_alone(rendered):
 
 def test_queues_without_tenants_take_nothing(helm):
     (queue,) = of_kind(
-        helm.render("--values", CHART / "ci" / "rdma-values.yaml", "--set-json", "tenants=[]"), "ClusterQueue"
+        helm.render("--values", CHART / "ci" / "rdma-values.yaml", "--set-json", "tenants=[],tests.allReduce.nodes=0"),
+        "ClusterQueue",
     )
     # Of a namespace's own label, which Kubernetes gives to each; Kueue refuses values that no label can have.
     assert queue["spec"]["namespaceSelector"] == {
@@ -437,7 +438,7 @@ def test_what_a_tree_of_cohorts_lends_counts_for_the_largest_admission(rendered)
         if item["metadata"] | {"labels": 0} == {"name": "strata-queues", "namespace": "speech-production", "labels": 0}
     ]  # fmt: skip
     shares = Shares.parse(text)
-    spec = {"resources": {"gpu": 8, "cpu": "8", "memory": "64Gi"}, "topology": {"nproc_per_node": 8}, "output": "/runs"}
+    spec = {"resources": {"gpu": 8, "cpu": "8", "memory": "64Gi"}, "parallel": {"type": "fsdp"}, "output": "/runs"}
     for pods, fits in ((6, True), (7, False)):
         run = RunSpec.model_validate(spec | {"topology": {"nnodes": pods, "nproc_per_node": 8}})
         assert (shares.problem(run.resources, run.topology) is None) is fits
@@ -603,6 +604,8 @@ def test_what_is_removed_first_is_what_is_installed(helm, rendered):
                 ("Topology", release.topologies),
             ):
                 assert names == [item["metadata"]["name"] for item in of_kind(objects, kind)]
+            for kind, names in (("Cohort", release.cohorts), ("AdmissionCheck", release.admission_checks)):
+                assert sorted(names) == sorted(item["metadata"]["name"] for item in of_kind(objects, kind))
             local = [(i["metadata"]["namespace"], i["metadata"]["name"]) for i in of_kind(objects, "LocalQueue")]
             assert release.local_queues == local
     hooks = [item["metadata"] for item in rendered["teams"] if item["metadata"]["name"] == "strata-removal"]

@@ -182,7 +182,7 @@ def _taints(node: Object) -> list[Object]:
 
 def _with_condition(node: Object, found: Sequence[Fault]) -> Object | None:
     conditions = node["status"].get("conditions") or []
-    before = next((each for each in conditions if each["type"] == CONDITION), {})
+    before: Object = next((each for each in conditions if each["type"] == CONDITION), {})
     status, reason = ("True", _reason(found[0])) if found else ("False", "GpusHealthy")
     now = _now()
     wanted = {"type": CONDITION, "status": status, "reason": reason, "message": _message(found)}

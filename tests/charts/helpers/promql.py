@@ -12,6 +12,7 @@ AGGREGATIONS = {"sum", "min", "max", "avg", "count", "topk", "bottomk", "quantil
 FUNCTIONS = {
     "avg_over_time": (1, {0}), "max_over_time": (1, {0}), "quantile_over_time": (2, {1}), "changes": (1, {0}),
     "rate": (1, {0}), "increase": (1, {0}), "histogram_quantile": (2, set()), "clamp_max": (2, set()),
+    "time": (0, set()),
 }  # fmt: skip
 PRECEDENCE = [{"or"}, {"and", "unless"}, {"==", "!=", "<=", "<", ">=", ">"}, {"+", "-"}, {"*", "/", "%"}, {"^"}]
 _TOKEN = re.compile(
@@ -131,10 +132,12 @@ class _Reader:
         kinds = self.arguments()
         if len(kinds) != count or {i for i, kind in enumerate(kinds) if kind == "range"} != ranges:
             raise SyntaxError(f"{self.expression}: {name} of {kinds}")
-        return "vector"
+        return "scalar" if name == "time" else "vector"
 
     def arguments(self):
         self.demand("(")
+        if self.take(")"):
+            return []
         kinds = [self.binary(0)]
         while self.take(","):
             kinds.append(self.binary(0))

@@ -19,7 +19,7 @@
   "flavors" $names.flavors
   "topologies" $names.topologies
   "cohorts" $names.cohorts
-  "admission_checks" (concat $names.provisioning $names.multiKueue)
+  "admission_checks" (concat $names.provisioning $names.multiKueue | default list)
   "seconds" .Values.removal.seconds | toJson -}}
 {{- end }}
 
