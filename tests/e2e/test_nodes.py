@@ -44,7 +44,9 @@ def node(api):
     tests = mine["tests"]
     values = {
         "image": mine["image"],
-        "nodeHealth": {"enabled": True, "interval": "1s", "runtimeClass": "", "nodeSelector": {}},
+        "nodeHealth": {
+            "enabled": True, "interval": "1s", "runtimeClass": "", "nodeSelector": {"nvidia.com/gpu.present": None},
+        },
         "tests": {
             "env": tests["env"] | {"LD_LIBRARY_PATH": NVML, "FAKE_NVML": str(gpus)},
             "volumes": [*tests["volumes"], *({"name": "nvml", "claim": "nvml", "mountPath": NVML, "readOnly": True}

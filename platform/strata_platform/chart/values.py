@@ -100,7 +100,10 @@ class NodeHealth(Values):
     runtime_class: OptionalDnsName = Field(
         "nvidia", description="Runtime class that gives containers NVML; empty if the default one does."
     )
-    node_selector: Labels = Field({"nvidia.com/gpu.present": "true"}, description="Labels of the GPU nodes.")
+    node_selector: Labels = Field(
+        {"nvidia.com/gpu.present": "true"},
+        description="Labels of the GPU nodes. To name others only, set the default to null: `nvidia.com/gpu.present: null`.",
+    )
     tolerations: tuple[Toleration, ...] = Field(
         (Toleration(key="nvidia.com/gpu"),), description="Taints of those nodes, besides the chart's own."
     )
