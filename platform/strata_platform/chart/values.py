@@ -102,7 +102,7 @@ class NodeHealth(Values):
     )
     node_selector: Labels = Field(
         {"nvidia.com/gpu.present": "true"},
-        description="Labels of the GPU nodes. To name others only, set the default to null: `nvidia.com/gpu.present: null`.",
+        description="Labels of the GPU nodes. To name others alone, set this one to null.",
     )
     tolerations: tuple[Toleration, ...] = Field(
         (Toleration(key="nvidia.com/gpu"),), description="Taints of those nodes, besides the chart's own."
