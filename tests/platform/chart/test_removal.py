@@ -135,7 +135,8 @@ def test_runs_are_suspended_before_queues_go_and_kueue_is_stopped_before_its_wor
     done = [(method, name) for method, name, _ in cluster.log]
     assert done == [
         ("PATCH", "flyte-binary"), ("PATCH", "shared"), ("DELETE", "research"), ("DELETE", "shared"),
-        ("DELETE", "h100"), ("PATCH", "kueue"), ("DELETE", "kueue"), ("PATCH", "run"), ("DELETE", "run"),
+        ("DELETE", "h100"), ("DELETE", "research"), ("DELETE", "make-nodes"),
+        ("PATCH", "kueue"), ("DELETE", "kueue"), ("PATCH", "run"), ("DELETE", "run"),
     ]  # fmt: skip
     assert any(path.endswith("istio") for path in cluster.objects)
 
@@ -143,7 +144,9 @@ def test_runs_are_suspended_before_queues_go_and_kueue_is_stopped_before_its_wor
 def test_a_kueue_of_another_release_goes_on_with_its_workloads():
     cluster = Cluster(kueue_is_ours=False)
     remove(cluster)
-    assert [name for _, name, _ in cluster.log] == ["flyte-binary", "shared", "research", "shared", "h100"]
+    assert [name for _, name, _ in cluster.log] == [
+        "flyte-binary", "shared", "research", "shared", "h100", "research", "make-nodes",
+    ]  # fmt: skip
     assert f"{KUEUE}/namespaces/team-a/workloads/run" in cluster.objects
 
 
