@@ -432,7 +432,7 @@ def test_shares_weights_and_conditions_of_an_admission_are_kueues(rendered):
 
 
 def test_what_a_tree_of_cohorts_lends_counts_for_the_largest_admission(rendered):
-    """Of 32 GPUs of its own, a run may borrow the 16 of a queue that shares no cohort with it but the root."""
+    """Beside 16 GPUs of its queue, a run may borrow the 32 of one that shares no cohort with it but the root."""
     (text,) = [
         item["data"]["shares.json"] for item in of_kind(rendered["autoscaled"], "ConfigMap")
         if item["metadata"] | {"labels": 0} == {"name": "strata-queues", "namespace": "speech-production", "labels": 0}
@@ -441,7 +441,7 @@ def test_what_a_tree_of_cohorts_lends_counts_for_the_largest_admission(rendered)
     spec = {"resources": {"gpu": 8, "cpu": "8", "memory": "64Gi"}, "parallel": {"type": "fsdp"}, "output": "/runs"}
     for pods, fits in ((6, True), (7, False)):
         run = RunSpec.model_validate(spec | {"topology": {"nnodes": pods, "nproc_per_node": 8}})
-        assert (shares.problem(run.resources, run.topology) is None) is fits
+        assert (shares.problem(run.resources, run.topology, is_job=True) is None) is fits
 
 
 def test_a_toleration_of_a_value_compares_it(helm, tmp_path):
