@@ -126,6 +126,9 @@ def test_a_run_is_submitted_once_and_again_when_it_has_ended(server, runs):
     end(server, "Failed")
     assert runs.submit(SPEC).where.endswith("/bot-x2")
     assert [(run.name, run.where[-6:]) for run in runs.list()] == [("bot", "bot-x2")]
+    # The first one has ended, and its pods may be there still.
+    assert (runs.get("bot").phase, runs.get("bot").where[-6:]) == (Phase.RUNNING, "bot-x2")
+    assert runs.events("bot")[0].message.endswith("/jobsets/bot-x2 of ada")
 
 
 def test_a_run_that_has_succeeded_is_not_started_again(server, runs, tmp_path, monkeypatch):

@@ -153,6 +153,29 @@ def test_an_adapter_is_no_model_to_start_from(pretrained, tmp_path):
         build_model(Model(name=str(tmp_path)), 0)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers")  # of what get_peft_model calls
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"use_dora": True}], ids=["lora", "rslora", "dora"])
+def test_an_adapter_computes_what_that_of_peft_does(pretrained, settings):
+    """In training, with its dropout, and without; none of its settings is at PEFT's default."""
+    settings = {"r": 4, "lora_alpha": 12, "lora_dropout": 0.5, **settings}
+    spec = make_spec(pretrained, settings)
+    ours, theirs = (build_model(spec.model, spec.seed) for _ in range(2))
+    add_adapter(ours, spec.adapter, spec.seed)
+    get_peft_model(theirs, LoraConfig(target_modules="all-linear", **settings))
+    torch.manual_seed(2)
+    for name, parameter in ours.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    theirs.load_state_dict(ours.state_dict())
+    outputs = []
+    for training in (True, False):
+        for model in (ours.train(training), theirs.train(training)):
+            torch.manual_seed(3)
+            outputs.append(model(TOKENS).logits.detach())
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[2], outputs[3])
+    assert not torch.allclose(outputs[0], outputs[2], atol=1e-2)
+
+
 @pytest.mark.parametrize("target", ["q_porj", "lm_head", "mlp", "proj"])
 def test_a_layer_that_is_not_there_is_refused(pretrained, target):
     spec = make_spec(pretrained, {"target_modules": ["v_proj", target]})
