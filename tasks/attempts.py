@@ -1,4 +1,4 @@
-"""How a Flyte task ends an attempt that another one may mend."""
+"""How a task of Flyte 1 ends an attempt that another one may mend."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from contextlib import contextmanager
 
 from flytekit.exceptions.user import FlyteRecoverableException
 
-from strata_platform.outcomes import RunError
+from tasks.steps.attempts import Retry
 
 
 @contextmanager
 def retried_by_flyte() -> Iterator[None]:
-    """Raise a retryable `RunError` of the block as recoverable, so that Flyte starts another attempt."""
+    """Raise a `Retry` of the block as recoverable, so that Flyte starts another attempt."""
     try:
         yield
-    except RunError as error:
-        if not error.outcome.retryable:
-            raise
-        raise FlyteRecoverableException(str(error)) from error
+    except Retry as error:
+        raise FlyteRecoverableException(str(error)) from error.__cause__

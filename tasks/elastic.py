@@ -7,11 +7,9 @@ starts the next attempt, which continues from the last checkpoint.
 
 from __future__ import annotations
 
-import logging
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 from flytekit import PythonFunctionTask
@@ -22,19 +20,19 @@ from flytekitplugins.kfpytorch import Elastic
 from flytekitplugins.kfpytorch.error_handling import is_recoverable_worker_error
 from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
 
-from strata_platform.outcomes import PREEMPTED, outcome_of_exit
-from strata_platform.runs import Stage
+from strata_platform.outcomes import PREEMPTED
 from strata_platform.spec import RunSpec
 from tasks.paths import directory, is_local
 from tasks.runtime.metrics import startup
-from tasks.runtime.metrics.progress import report_progress
 from tasks.runtime.process.error_explanations import MemoryKills
-from tasks.runtime.process.imports import uncollected
-from tasks.runtime.process.log import configure_logging
-from tasks.runtime.process.signals import Preempted, raise_on_sigterm
-from tasks.runtime.run_folder.folder import RunFolder
-
-log = logging.getLogger(__name__)
+from tasks.steps.train import (
+    described,
+    end_stopped_pod,
+    error_files,
+    prepare_pod,
+    reason_of_exit,
+    wait_for_main_pod,
+)
 
 
 @dataclass
@@ -61,22 +59,13 @@ class TrainingTask(PytorchElasticFunctionTask):
 
     def _execute(self, **kwargs: Any) -> Any:
         startup.mark_pod()
-        # Imported here: tasks that only wire or prepare load this module, too, and torch takes seconds to import.
-        with uncollected():
-            import torch.distributed as dist
-            from torch.distributed.elastic.multiprocessing.api import SignalException
-            from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-            from torch.distributed.elastic.rendezvous import RendezvousError
-
-            from tasks.runtime.warmup.pod import warm_up_pod
-
         spec: RunSpec = kwargs["spec"]
-        configure_logging()
-        startup.mark("imports")
-        report_progress(stage=Stage.WARM_UP)
-        folder = RunFolder.of(spec)
-        warm_up_pod(spec, folder)
-        startup.mark("warm-up")
+        prepare_pod(spec)
+        import torch.distributed as dist
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous import RendezvousError
+
         # The agent downloads the data once for all processes of the pod.
         kwargs["data"] = FlyteDirectory(kwargs["data"].download())
         startup.mark("data")
@@ -102,14 +91,8 @@ class TrainingTask(PytorchElasticFunctionTask):
                 _recoverable(f"a process was killed: {cause}", error)
             raise
         except FlyteUserRuntimeException as error:
-            if isinstance(error.value, ChildFailedError):
-                rank, failure = error.value.get_first_failure()
-                outcome = outcome_of_exit(failure.exitcode)
-                if outcome.kind == "hung":
-                    _recoverable(f"{outcome.message}; stacks of its processes: {folder.hangs}", error)
-                if outcome.retryable:
-                    cause = kills.sentence(spec.resources.memory) if failure.exitcode == -signal.SIGKILL else None
-                    _recoverable(f"rank {rank}: {cause or outcome.sentence}", error)
+            if isinstance(error.value, ChildFailedError) and (why := reason_of_exit(error.value, spec, kills)):
+                _recoverable(why, error)
             raise
         try:
             # Its processes are gone, so the GPUs are idle while the store is waited for.
@@ -121,57 +104,23 @@ class TrainingTask(PytorchElasticFunctionTask):
 
 
 def _final_failure(reported: BaseException | None) -> FlyteUserRuntimeException | None:
-    """The first error in this pod that another attempt cannot mend; `reported` is the one that the agent raised.
-
-    The agent polls its processes every second and reports the lowest rank among those that have ended by then,
-    which is not always the one that ended first.
-    """
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+    """The first error in this pod that another attempt cannot mend; `reported` is the one that the agent raised."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     if not isinstance(reported, ChildFailedError):
         return None
-    # The agent keeps a folder for each process, named by its local rank.
-    files = Path(reported.get_first_failure()[1].error_file).parents[1].glob("*/error.json")
-    failures = [ProcessFailure(int(file.parent.name), pid=0, exitcode=1, error_file=str(file)) for file in files]
-    final = [failure for failure in failures if not is_recoverable_worker_error(failure)]
-    if not final:
-        return None
-    first = min(final, key=lambda failure: failure.timestamp)
-    message = first.error_file_data["message"]
-    text = f"process {first.local_rank} of this pod: {message['message']}\n{message['extraInfo']['py_callstack']}"
-    # Flyte shows the error with the earliest timestamp of all pods.
-    return FlyteUserRuntimeException(RuntimeError(text), timestamp=first.timestamp)
-
-
-def wait_for_main_pod() -> None:
-    """Wait until the cluster stops this pod, whose work is done.
-
-    The training operator calls a job a success, and removes its pods, as soon as one pod succeeds. The pod of rank 0
-    must be that one: it still has to upload the weights.
-    """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-
-    log.info("this pod is done; it waits for the pod of rank 0, which uploads the weights")
-    try:
-        with raise_on_sigterm():
-            while True:
-                signal.pause()
-    # The agent leaves its own signal handler behind, which may run instead.
-    except (Preempted, SignalException):
-        return
+    for failure in error_files(reported):
+        if not is_recoverable_worker_error(failure):
+            # Flyte shows the error with the earliest timestamp of all pods.
+            return FlyteUserRuntimeException(RuntimeError(described(failure)), timestamp=failure.timestamp)
+    return None
 
 
 def _stopped(reason: str, cause: BaseException) -> NoReturn:
-    """End a pod that received SIGTERM.
-
-    On a cluster the pod ends without Flyte's error file. A job that Kueue suspends and resumes stays in its attempt; an
-    error file of its earlier pods would make Flyte fail the attempt after it succeeded. Flyte notices a failed pod
-    without the file, too.
-    """
+    """End a pod that received SIGTERM."""
     if is_local():
         _recoverable(reason, cause)
-    log.warning("%s; the next pod continues from the last checkpoint", reason)
-    raise SystemExit(PREEMPTED.exit_code) from cause
+    raise end_stopped_pod(reason, cause)
 
 
 def _recoverable(reason: str, cause: BaseException) -> NoReturn:

@@ -13,13 +13,11 @@ from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
+from tasks.steps.attempts import store_pauses
+
 Sleep = Callable[[float], object]
 
 log = logging.getLogger(__name__)
-
-# Seconds for which a store may be away when a task hands over a folder, and between two attempts.
-STORE_SECONDS = 900.0
-INITIAL_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 
 
 def is_local() -> bool:
@@ -31,8 +29,8 @@ def is_local() -> bool:
 def directory(path: Path | str, sleep: Sleep = time.sleep) -> FlyteDirectory:
     """A folder as a task's output. A local run passes the path: weights are large, and a copy would land in /tmp.
 
-    On a cluster it is uploaded now. While the store is away it is tried again, for `STORE_SECONDS`: another attempt of
-    the task would queue all its pods again, behind others, for a copy. Raises FlyteRecoverableException after that.
+    On a cluster it is uploaded now. While the store is away it is tried again, as long as `store_pauses` says. Raises
+    FlyteRecoverableException after that.
     """
     if is_local():
         return FlyteDirectory(str(path), remote_directory=False)
@@ -49,8 +47,8 @@ def file(path: Path | str, sleep: Sleep = time.sleep) -> FlyteFile:
 def _stored(path: Path | str, is_folder: bool, sleep: Sleep) -> str:
     """The address of a copy in the object store."""
     access = FlyteContextManager.current_context().file_access
-    waited, pause = 0.0, INITIAL_PAUSE
-    while True:
+    waited = 0.0
+    for pause in (*store_pauses(), None):
         # A new address each time: a folder that is half there would get the next copy inside.
         url = access.get_random_remote_directory() if is_folder else access.get_random_remote_path(str(path))
         try:
@@ -59,11 +57,11 @@ def _stored(path: Path | str, is_folder: bool, sleep: Sleep) -> str:
         except (FlyteException, OSError) as error:
             if not waited:
                 log.warning("%s could not be stored (%s); trying again", path, error)
-            if waited + pause > STORE_SECONDS:
+            if pause is None:
                 raise FlyteRecoverableException(f"{path} could not be stored for {waited:.0f} s: {error}") from error
         sleep(pause)
         waited += pause
-        pause = min(2 * pause, LONGEST_PAUSE)
+    raise AssertionError("the last attempt returns or raises")
 
 
 def is_stored(url: str) -> bool:

@@ -12,15 +12,17 @@ from flytekit.extras.accelerators import GPUAccelerator
 
 from strata_platform.pod_settings import RETRIES, scheduling_labels
 from strata_platform.spec.run_spec import Resources as Asked
+from tasks.steps.pods import CONTROL, PREPARE, PodSize
 
-# Tasks that only check and wire. Limits are set apart from requests: without limits, Flyte takes the requests for them.
-CONTROL_TASK = {
-    "requests": Resources(cpu="500m", mem="1Gi"),
-    "limits": Resources(cpu="2", mem="4Gi"),
-    "retries": RETRIES,
-}
-# Tokenizing: fits on a small node and uses what a large one has.
-PREPARE_TASK = {"requests": Resources(cpu="1", mem="2Gi"), "limits": Resources(cpu="8", mem="32Gi"), "retries": RETRIES}
+
+def _task_options(size: PodSize) -> dict[str, Any]:
+    """Limits are set apart from requests: without limits, Flyte takes the requests for them."""
+    requests, limits = (Resources(cpu=cpu, mem=memory) for cpu, memory in zip(size.cpu, size.memory, strict=True))
+    return {"requests": requests, "limits": limits, "retries": RETRIES}
+
+
+CONTROL_TASK = _task_options(CONTROL)
+PREPARE_TASK = _task_options(PREPARE)
 
 
 def overrides(asked: Asked, *, gpus: int | None = None) -> dict[str, Any]:

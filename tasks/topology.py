@@ -13,32 +13,17 @@ from typing import Any, NamedTuple
 
 from flytekit import PodTemplate, task
 from flytekit.core.base_task import PythonTask
-from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.types.directory import FlyteDirectory
 from flytekitplugins.kfpytorch import CleanPodPolicy, RunPolicy
 from kubernetes.client import V1PodSpec
 
-from strata_platform import pod_settings
-from strata_platform.pod_settings import GRACE_SECONDS, RETRIES, STOP_SECONDS
+from strata_platform.pod_settings import GRACE_SECONDS, RETRIES
 from strata_platform.spec import RunSpec
 from strata_platform.spec.run_spec import Topology
+from tasks.attempts import retried_by_flyte
 from tasks.elastic import Training
-from tasks.runtime.metrics import startup
-from tasks.runtime.process.error_explanations import reason_to_retry
-from tasks.runtime.process.imports import uncollected
-from tasks.runtime.process.log import configure_logging
-from tasks.runtime.process.signals import Preempted, die_with_agent
 from tasks.runtime.run_folder.record import CompletionRecord
-
-# Restarts of a pod's processes before the attempt fails. A new process takes seconds, a new pod minutes.
-MAX_RESTARTS = 2
-# Seconds between two looks of the agent at its processes. torch's 5 s are lost at the end of each run.
-MONITOR_SECONDS = 1
-ENVIRONMENT = {
-    **pod_settings.ENVIRONMENT,
-    # torch 2.11 ignores the variable and gives workers 30 s.
-    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(STOP_SECONDS),
-}
+from tasks.steps import train as steps
 
 
 class Trained(NamedTuple):
@@ -50,29 +35,8 @@ class Trained(NamedTuple):
 
 def _train(spec: RunSpec, data: FlyteDirectory) -> Trained:
     """Train in one process of the job; Flyte takes the return value of rank 0."""
-    configure_logging()
-    # Before torch is imported: an agent that is killed meanwhile would leave this process behind.
-    die_with_agent()
-    startup.mark_process()
-    with uncollected():
-        from torch import OutOfMemoryError
-
-        from tasks.runtime.data import open_prepared
-        from tasks.runtime.models.trained_weights import collect_weights
-        from tasks.runtime.training.session import session
-        from tasks.runtime.training.train import train
-
-    try:
-        with session(spec) as run:
-            record = train(run, open_prepared(Path(data.path), spec.data))
-            weights = collect_weights(run.folder, spec.adapter, record) if run.processes.is_main else run.folder.root
-    except Preempted as signal_name:
-        raise FlyteRecoverableException(f"stopped by {signal_name} before the last step") from signal_name
-    except (RuntimeError, OSError) as error:
-        meaning = reason_to_retry(error, spec.topology.world_size)
-        if meaning is None or isinstance(error, OutOfMemoryError):
-            raise
-        raise FlyteRecoverableException(f"{meaning}: {error}") from error
+    with retried_by_flyte():
+        record, weights = steps.train(spec, Path(data.path))
     return Trained(record, FlyteDirectory(str(weights)))
 
 
@@ -123,15 +87,14 @@ def training_task(nnodes: int, nproc_per_node: int) -> PythonTask[Any]:
         task_config=Training(
             nnodes=nnodes,
             nproc_per_node=nproc_per_node,
-            max_restarts=MAX_RESTARTS,
-            monitor_interval=MONITOR_SECONDS,
-            # Without read_timeout a slow first pod breaks the rendezvous of the others.
-            rdzv_configs={"timeout": 900, "join_timeout": 900, "read_timeout": 900},
+            max_restarts=steps.MAX_RESTARTS,
+            monitor_interval=steps.MONITOR_SECONDS,
+            rdzv_configs=steps.RENDEZVOUS,
             # However the job ends, its pods must release their GPUs. Those that have ended keep their logs.
             run_policy=RunPolicy(clean_pod_policy=CleanPodPolicy.RUNNING),
         ),
         retries=RETRIES,
-        environment=ENVIRONMENT,
+        environment=steps.ENVIRONMENT,
         pod_template=PodTemplate(pod_spec=V1PodSpec(containers=[], termination_grace_period_seconds=GRACE_SECONDS)),
     )
     made = decorate(function)

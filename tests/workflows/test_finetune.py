@@ -13,6 +13,7 @@ from tasks.runtime.run_folder.record import CompletionRecord
 
 ROOT = Path(__file__).parents[2]
 PYFLYTE = Path(sys.executable).with_name("pyflyte")
+FLYTE_2 = Path(sys.executable).with_name("flyte")
 
 SMALL = {
     "name": "small",
@@ -42,12 +43,68 @@ def pyflyte(spec: Path):
     )
 
 
+def flyte_2(spec: Path, *arguments: str):
+    return subprocess.run(
+        [FLYTE_2, "run", "--local", "workflows/flyte2/finetune.py", "finetune", "--spec", str(spec), *arguments],
+        cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "COLUMNS": "200"},
+        text=True,
+        capture_output=True,
+        timeout=300,
+    )
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     file = folder / "spec.yaml"
     file.write_text(yaml.safe_dump({**SMALL, "output": str(folder / "out")}))
     return folder / "out" / "small", pyflyte(file)
+
+
+# Of a record and of a step's metrics: what the clock, the memory and the folder decide.
+MEASURED = {
+    *("seconds", "tokens_per_second", "data_wait_seconds", "peak_memory_bytes", "begun", "startup", "warmup"),
+    *("time", "step_seconds", "memory_bytes", "checkpoint"),
+}
+
+
+def decided(values):
+    return {name: value for name, value in values.items() if name not in MEASURED}
+
+
+def test_flyte_2_gives_the_same_model_record_and_losses(finished, tmp_path):
+    before, _ = finished
+    file = tmp_path / "spec.yaml"
+    file.write_text(yaml.safe_dump({**SMALL, "training": {"steps": 9}, "output": str(tmp_path / "out")}))
+    ended = flyte_2(file, "--set", "training.steps=6")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    after = tmp_path / "out" / "small"
+    for name in ("model", "report.html", "record.json"):
+        assert str(after / name) in ended.stdout
+    records = [json.loads((folder / "record.json").read_text()) for folder in (before, after)]
+    # The output folder is part of the spec.
+    assert records[0].pop("spec_hash") != records[1].pop("spec_hash")
+    assert decided(records[0]) == decided(records[1])
+    losses = [(folder / "metrics.jsonl").read_text().splitlines() for folder in (before, after)]
+    assert len(losses[0]) >= 6
+    for one, other in zip(*losses, strict=True):
+        assert decided(json.loads(one)) == decided(json.loads(other))
+    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (before, after)]
+    assert weights[0] == weights[1]
+
+
+def test_flyte_2_tells_mistakes_as_flyte_1_does(tmp_path):
+    file = tmp_path / "wrong.yaml"
+    file.write_text(f"optimizer: {{lr: -1}}\noutput: {tmp_path / 'out'}\nseed: 1:30\n")
+    ended = flyte_2(file, "--set", "training.stpes=3")
+    said = ended.stdout + ended.stderr
+    # All that its command line ends badly with is 1.
+    assert ended.returncode == 1
+    for words in ("training.stpes (--set training.stpes=3)", "'steps'", "optimizer.lr (line 1)", "seed (line 3)"):
+        assert words in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_it_leaves_the_model_the_report_and_the_record_and_says_so(finished):

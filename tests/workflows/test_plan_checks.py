@@ -7,21 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 
 from strata_platform.spec import RunSpec
-from tasks import plan_checks
-from tasks.plan_checks import check_plan
+from tasks.steps import plan_checks
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
-def on_a_cluster():
-    context = FlyteContextManager.current_context()
-    state = context.execution_state.with_params(mode=ExecutionState.Mode.TASK_EXECUTION)
-    with FlyteContextManager.with_context(context.with_execution_state(state)):
-        yield
+def check_plan(spec):
+    plan_checks.check_plan(spec, local=False)
 
 
 @pytest.fixture
@@ -152,5 +146,5 @@ def test_a_plan_whose_checks_have_passed_loads_neither_torch_nor_transformers(tm
     command = [sys.executable, "-c", PLANS, other.model_dump_json()]
     planned = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=True)
     loaded = set(json.loads(planned.stdout.splitlines()[-1]))
-    assert "tasks.plan_checks" in loaded
+    assert "tasks.steps.plan_checks" in loaded
     assert not loaded & {"torch", "transformers", "tokenizers", "datasets", "strata_kernels", "safetensors"}

@@ -18,6 +18,7 @@ from moto.server import ThreadedMotoServer
 from strata_platform.spec import RunSpec
 from tasks import prepare
 from tasks.runtime.run_folder.folder import RunFolder
+from tasks.steps import prepare as steps
 
 pytestmark = pytest.mark.filterwarnings("ignore:Implicitly cleaning up <TemporaryDirectory:ResourceWarning")
 
@@ -62,7 +63,7 @@ def test_a_map_task_prepares_shares_into_a_store_that_training_reads(tmp_path: P
     from tasks.runtime.data import part_processes, pipeline
 
     monkeypatch.setattr(prepare, "configure_logging", lambda: None)
-    monkeypatch.setattr(prepare, "_SHARE", 3)
+    monkeypatch.setattr(steps, "_SHARE", 3)
     monkeypatch.setattr(pipeline, "PART_BYTES", 1500)
     monkeypatch.setattr(part_processes, "available_cpus", lambda: 1)
     monkeypatch.setenv("STRATA_DATA_CACHE", str(tmp_path / "cache"))
@@ -92,7 +93,7 @@ def test_a_map_task_prepares_the_shares_of_several_sources(tmp_path: Path, s3: s
     from tasks.runtime.data.growing_mixture import GrowingMixture
 
     monkeypatch.setattr(prepare, "configure_logging", lambda: None)
-    monkeypatch.setattr(prepare, "_SHARE", 3)
+    monkeypatch.setattr(steps, "_SHARE", 3)
     monkeypatch.setattr(pipeline, "PART_BYTES", 1500)
     monkeypatch.setattr(part_processes, "available_cpus", lambda: 1)
     monkeypatch.setenv("STRATA_DATA_CACHE", str(tmp_path / "cache"))

@@ -25,6 +25,7 @@ from strata_platform.spec import RunSpec, load_spec
 from tasks import topology
 from tasks.prepare import plan
 from tasks.runtime.run_folder.record import CompletionRecord
+from tasks.steps.train import MAX_RESTARTS
 from tasks.topology import SHAPES, task_for, training_task
 from workflows.finetune import finetune, train_on_parts
 from workflows.scheduled import scheduled
@@ -167,7 +168,7 @@ def test_several_pods_are_a_pytorchjob_whose_shape_is_the_specs():
         "minReplicas": 16,
         "maxReplicas": 16,
         "nprocPerNode": 8,
-        "maxRestarts": topology.MAX_RESTARTS,
+        "maxRestarts": MAX_RESTARTS,
     }
     assert custom["workerReplicas"]["replicas"] == 16
     assert custom["runPolicy"] == {"cleanPodPolicy": "CLEANPOD_POLICY_RUNNING"}

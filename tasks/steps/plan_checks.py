@@ -20,7 +20,6 @@ from typing import Any
 from strata_platform.file_io import folder_digest, write_atomic
 from strata_platform.spec import RunSpec
 from strata_platform.spec.model import PRESETS
-from tasks.paths import is_local
 from tasks.runtime.preflight import run_checks
 
 log = logging.getLogger(__name__)
@@ -43,9 +42,12 @@ class _Warnings(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def check_plan(spec: RunSpec) -> None:
-    """Run the checks unless they have passed for such a run; then repeat their warnings. Raises ValueError."""
-    note = _note_of(spec)
+def check_plan(spec: RunSpec, *, local: bool) -> None:
+    """Run the checks unless they have passed for such a run; then repeat their warnings. Raises ValueError.
+
+    local: whether all steps run on this machine, where what the checks load is needed anyway: they always run.
+    """
+    note = None if local else _note_of(spec)
     if note is not None and (warnings := _noted(note)) is not None:
         for text in warnings:
             log.warning("%s", text)
@@ -76,8 +78,8 @@ def _noted(note: Path) -> list[str] | None:
 
 
 def _note_of(spec: RunSpec) -> Path | None:
-    """The file with the warnings of checks that passed. None where they would be loaded anyway, on one machine, and
-    where their outcome depends on more than the spec and what is installed: the Hub, or code and files that it names.
+    """The file with the warnings of checks that passed. None where their outcome depends on more than the spec and what
+    is installed: the Hub, or code and files that it names.
     """
     more = (
         spec.objective.type not in _PLAIN,
@@ -88,7 +90,7 @@ def _note_of(spec: RunSpec) -> Path | None:
         spec.model.trust_remote_code,
         spec.model.name not in PRESETS and not Path(spec.model.name).is_dir(),
     )
-    if is_local() or any(more):
+    if any(more):
         return None
     trackers = tuple(f"{name.upper()}_" for name in spec.tracking.report_to)
     parts = [

@@ -1,0 +1,152 @@
+"""The tasks of a run. Their bodies are the functions of `tasks.steps`; folders travel as `flyte.io.Dir`."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import NamedTuple
+
+import flyte
+import flyte.report
+from flyte.io import Dir, File
+
+from strata_platform import progress_line
+from strata_platform.pod_settings import RETRIES
+from strata_platform.spec import DataRecipe, RunSpec
+from tasks.flyte2.attempts import final_unless_retried
+from tasks.flyte2.files import is_local, stored
+from tasks.flyte2.pods import IMAGE, size
+from tasks.runtime.metrics import startup
+from tasks.runtime.process.log import configure_logging
+from tasks.runtime.run_folder.record import CompletionRecord
+from tasks.steps import finish as finish_step
+from tasks.steps import prepare as prepare_step
+from tasks.steps.agent import train_in_pod
+from tasks.steps.pods import CONTROL, PREPARE
+from tasks.steps.train import ENVIRONMENT
+
+preparing = flyte.TaskEnvironment("strata-prepare", image=IMAGE, resources=size(PREPARE))
+training = flyte.TaskEnvironment("strata-train", image=IMAGE, env_vars=ENVIRONMENT)
+finishing = flyte.TaskEnvironment("strata-finish", image=IMAGE, env_vars={progress_line.VARIABLE: "1"})
+control = flyte.TaskEnvironment(
+    "strata", image=IMAGE, resources=size(CONTROL), depends_on=[preparing, training, finishing]
+)
+
+
+class Prepared(NamedTuple):
+    """The folder of prepared data, and shares of its parts that are left to prepare, as `source:first-last`."""
+
+    data: Dir
+    shares: list[str]
+
+
+class Trained(NamedTuple):
+    """The outputs of a training task."""
+
+    record: CompletionRecord
+    weights: Dir
+
+
+class Exported(NamedTuple):
+    """The outputs of a run."""
+
+    model: Dir
+    report: File
+    record: File
+
+
+# All are coroutines that block. Flyte runs them in the main thread of their pod, where they get SIGTERM, and other
+# functions in another thread.
+
+
+@preparing.task(retries=RETRIES)
+async def prepare(recipe: DataRecipe, output: str, url: str) -> Prepared:
+    """Tokenize and pack; with a URL only plan it."""
+    configure_logging()
+    with final_unless_retried():
+        folder, shares = prepare_step.prepare(recipe, output, url)
+    data = await stored(folder)
+    if not url and not is_local():
+        prepare_step.note_stored(folder, data.path)
+    return Prepared(data, shares)
+
+
+@preparing.task(retries=RETRIES)
+async def prepare_share(data: Dir, share: str) -> int:
+    """Prepare a range of parts, without those that are done, and write them to the store. Returns their number."""
+    configure_logging()
+    folder = Path(await data.download())
+    with final_unless_retried():
+        return prepare_step.prepare_share(folder, share)
+
+
+@control.task(retries=RETRIES)
+async def complete(data: Dir) -> Dir:
+    """Write the manifests after all parts."""
+    configure_logging()
+    folder = Path(await data.download())
+    with final_unless_retried():
+        prepare_step.complete(folder)
+    return await stored(folder)
+
+
+@training.task(retries=RETRIES)
+async def train(spec: RunSpec, data: Dir) -> Trained:
+    """Train in all processes of this pod, under an elastic agent."""
+    startup.mark_pod()
+    folder = Path(await data.download())
+    startup.mark("data")
+    with final_unless_retried():
+        record, weights = train_in_pod(spec, folder)
+    # The processes are gone, so the GPUs are idle while the store is waited for.
+    return Trained(record, await stored(weights))
+
+
+@finishing.task(retries=RETRIES, report=True)
+async def finish(spec: RunSpec, record: CompletionRecord, weights: Dir, data: Dir) -> Exported:
+    """Evaluate a complete run, and write the model, the report and the record. The report is also the task's."""
+    configure_logging()
+    folders = Path(await weights.download()), Path(await data.download())
+    with final_unless_retried():
+        done = finish_step.finish(spec, record, *folders)
+    await flyte.report.replace.aio(done.report)
+    outputs = Exported(
+        await stored(done.folder.model), await stored(done.folder.report), await stored(done.folder.record)
+    )
+    if not is_local():
+        addresses = (output.path for output in outputs)
+        finish_step.note_outputs(done.folder, finish_step.Outputs(spec.hash(), done.recipe_hash, *addresses))
+    return outputs
+
+
+def plan(spec: RunSpec) -> prepare_step.Planned:
+    """Reject a run that cannot work before it costs anything, and identify its data by content."""
+    configure_logging()
+    if is_local() and spec.topology.nnodes > 1:
+        raise ValueError(
+            f"topology.nnodes is {spec.topology.nnodes}, and --local is one machine; leave it out for a cluster, or "
+            "set topology.nnodes to 1"
+        )
+    return prepare_step.plan(spec, local=is_local())
+
+
+async def found(planned: prepare_step.Planned) -> Dir | None:
+    """Prepared data that an earlier run with this recipe and output folder stored, if they are still there."""
+    address = None if is_local() else prepare_step.stored_data(planned)
+    if address is None or not await Dir.from_existing_remote(address).exists():
+        return None
+    return Dir.from_existing_remote(address)
+
+
+async def finished(spec: RunSpec, recipe: DataRecipe) -> Exported | None:
+    """The outputs of a run that has finished on a cluster with this very spec and these data, if all are stored."""
+    noted = None if is_local() else finish_step.stored_outputs(spec, recipe)
+    if noted is None:
+        return None
+    outputs = Exported(
+        Dir.from_existing_remote(noted.model),
+        File.from_existing_remote(noted.report),
+        File.from_existing_remote(noted.record),
+    )
+    are_there = await asyncio.gather(*(output.exists() for output in outputs))
+    return outputs if all(are_there) else None

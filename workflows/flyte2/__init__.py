@@ -1,0 +1,1 @@
+"""What a user of Flyte 2 runs: one file per workflow, as in `workflows`."""
