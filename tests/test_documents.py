@@ -35,7 +35,7 @@ PAGES = [name for name in DOCUMENTS if name.startswith("docs/")]
 # Names of Flyte's and other charts' values, which blocks of YAML have at their top.
 ELSEWHERE = {
     "managerConfig", "deployment", "configuration", "enabled_plugins", "rbac", "flyte-core-components", "flyte-binary",
-    "admin", "auth", "kueue",
+    "admin", "auth", "kueue", "apiVersion",
 }  # fmt: skip
 
 

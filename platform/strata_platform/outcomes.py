@@ -58,7 +58,7 @@ UNREACHABLE = Outcome(
     "unreachable",
     68,
     True,
-    "the Hugging Face Hub or checkpoint.url could not be reached",
+    "the Hugging Face Hub, checkpoint.url or objective.generation.server could not be reached",
     "start the run again when it answers",
 )
 UNHEALTHY = Outcome(

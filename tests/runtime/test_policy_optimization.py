@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import os
+import signal
 import warnings
 from unittest import mock
 
@@ -14,10 +16,10 @@ from strata_kernels.policy import truncated_importance_weights
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import fingerprint, prepare
 from tasks.runtime.evaluation.evaluate_model import evaluate
-from tasks.runtime.generation import EmbeddedGenerator
+from tasks.runtime.generation import EmbeddedGenerator, sampling
 from tasks.runtime.models.trained_weights import collect_weights
 from tasks.runtime.objectives.grpo import Grpo
-from tasks.runtime.objectives.rollout import Rollout
+from tasks.runtime.objectives.rollout import Rollout, withheld
 from tasks.runtime.rewards.scoring import Rewards
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tasks.runtime.run_folder.metrics_file import read_evaluations, read_points
@@ -64,6 +66,12 @@ def spec_of(output, name, objective=None, **changes):
     for section, values in changes.items():
         settings[section] = {**settings.get(section, {}), **values} if isinstance(values, dict) else values
     return RunSpec.model_validate(settings)
+
+
+def prepared(spec):
+    """The data of a run."""
+    recipe = DataRecipe.from_spec(spec, fingerprint(spec))
+    return prepare(recipe, data_folder(spec.output, recipe), report=print)
 
 
 def recorded(spec):
@@ -178,6 +186,36 @@ def test_a_run_that_was_killed_continues_with_the_same_answers_and_losses(output
     first = [step for step in once if step > 2]
     assert {step: once[step] for step in once if step <= 2} == {step: again[step] for step in again if step <= 2}
     assert first and all(again[step] == once[step] * 2 for step in first)
+
+
+def test_a_run_that_is_killed_while_it_generates_continues_with_the_same_bits(output):
+    """By SIGKILL in step 3, in the middle of an answer and of a line that tells of one."""
+    whole, cut = (spec_of(output, name, training={"steps": 4, "micro_batch_size": GROUP}) for name in ("calm", "shot"))
+    train_spec(whole)
+    child = os.fork()
+    if child == 0:
+        draw, generate, steps = sampling.draw, EmbeddedGenerator.generate, iter("12")
+        draws = iter("12345")
+
+        def dying(*arguments):
+            return draw(*arguments) if next(draws, None) else os.kill(os.getpid(), signal.SIGKILL)
+
+        def in_the_third(self, *arguments):
+            if next(steps, None):
+                return generate(self, *arguments)
+            with mock.patch("tasks.runtime.generation.embedded.draw", dying):
+                return generate(self, *arguments)
+
+        with mock.patch.object(EmbeddedGenerator, "generate", in_the_third):
+            train_spec(cut)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    with (RunFolder.of(cut).root / "answers.jsonl").open("a") as file:
+        file.write('{"step": 3, "prom')
+    train_spec(cut)
+    assert losses(cut) == losses(whole)
+    # Those of a step may be there twice: the checkpoint that had it may not have been complete.
+    assert {step: found[-GROUP:] for step, found in answers(cut).items()} == answers(whole)
 
 
 def test_frameworks_and_micro_batches_do_not_change_a_step(output):
@@ -307,6 +345,30 @@ def test_a_stale_token_weighs_what_its_probability_has_become_but_no_more_than_t
     assert losses(spec)[1][0] == pytest.approx(float(expected), rel=1e-4, abs=1e-6)
 
 
+def test_no_answer_that_was_cut_is_preferred_to_one_that_ended(output):
+    """With rewards below 0, as a penalty of length or a reward model gives, 0 would be the prize for not ending."""
+    finished = torch.tensor([[True, True, False], [True, True, False], [False, False, False]])
+    rewards = torch.tensor([[-0.5, -0.1, 0.0], [1.0, 0.5, -2.0], [0.0, -1.0, 0.0]])
+    assert withheld(rewards, finished).tolist() == [[-0.5, -0.1, -0.5], [1.0, 0.5, -2.0], [0.0, -1.0, 0.0]]
+    rewards = [{"function": "tests.runtime.helpers.own_rewards:varied", "weight": -1}]
+    steps = recorded(spec_of(output, "cut-answers", {"rewards": rewards, "overlong": "unrewarded"}, training={
+        "steps": 2, "micro_batch_size": GROUP * PROMPTS,
+    }))  # fmt: skip
+    compared = 0
+    for step in steps:
+        by_number = sorted(
+            zip([prompt.answer for prompt in step.prompts], step.advantages.tolist(), step.samples, strict=True),
+            key=lambda answer: answer[0],
+        )
+        for first in range(0, len(by_number), GROUP):
+            group = by_number[first : first + GROUP]
+            ended = [advantage for _, advantage, sample in group if sample.finished]
+            cut = [advantage for _, advantage, sample in group if not sample.finished]
+            compared += bool(ended and cut)
+            assert not (ended and cut) or max(cut) <= min(ended)
+    assert compared
+
+
 def test_groups_without_signal_are_left_out(output):
     rewards = [{"function": "tests.runtime.helpers.own_rewards:rounded"}]
     loss_and_norm = {}
@@ -343,9 +405,7 @@ def test_a_model_is_measured_by_rewards_of_held_out_prompts(output):
     rest = found["reward"] - found["reward/exact_match"] - 0.5 * found["reward/regex"]
     assert found["reward/sometimes"] == 2.0 and 0 < rest < 0.2
     assert measured.loss == -found["reward"] and found["reward/regex"] > 0
-    recipe = DataRecipe.from_spec(spec, fingerprint(spec))
-    data = prepare(recipe, data_folder(spec.output, recipe), report=print)
-    after = evaluate(spec, record, data, collect_weights(RunFolder.of(spec), spec.adapter, record))
+    after = evaluate(spec, record, prepared(spec), collect_weights(RunFolder.of(spec), spec.adapter, record))
     assert after.eval_metrics["reward"] == pytest.approx(found["reward"])
 
 

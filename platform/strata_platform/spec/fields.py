@@ -95,6 +95,11 @@ Number = Annotated[float, BeforeValidator(number)]
 Count = Annotated[int, Field(ge=1, le=10**9), BeforeValidator(number)]
 Decay = Annotated[float, Field(ge=0, lt=1), BeforeValidator(number)]
 Text = Annotated[str, Field(min_length=1), AfterValidator(_without_null)]
+HostAndPort = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?:[0-9]{1,5}$"),
+    Allowed("host:port, such as generation:8471"),
+]
 Folder = Annotated[Text, AfterValidator(_path), Allowed("the path of a folder")]
 FolderOrUrl = Annotated[Text, AfterValidator(_without_credentials)]
 Sources = Annotated[

@@ -44,9 +44,10 @@ def generation_rules(spec: RunSpec) -> Iterator[Contradiction]:
         f"{spec.parallel.expert_parallel} was not tested with generation, for which every process needs all experts; "
         "set parallel.expert_parallel to 1",
     )
-    yield from _engine(spec.objective.generation)
-    if spec.objective.generation.engine == "vllm":
-        yield from _weights(spec.adapter, spec.training)
+    generation = spec.objective.generation
+    yield from _engine(generation)
+    if generation.engine == "vllm" or generation.server is not None:
+        yield from _weights(spec.adapter, spec.training, generation)
 
 
 def _engine(generation: Generation) -> Iterator[Contradiction]:
@@ -58,6 +59,12 @@ def _engine(generation: Generation) -> Iterator[Contradiction]:
         "set, but the embedded engine generates in the memory of training; set objective.generation.engine to "
         f"'vllm', or leave {path}.gpu_memory_utilization out",
     )
+    yield Contradiction(
+        generation.server is not None and generation.gpu_memory_utilization is not None,
+        (f"{path}.gpu_memory_utilization", f"{path}.server"),
+        "set, but the server decides over its own GPUs; leave it out, and start the server with "
+        "--gpu-memory-utilization",
+    )
     cut = generation.top_k > 0 or generation.top_p < 1
     yield Contradiction(
         not embedded and cut and generation.temperature != 1,
@@ -67,23 +74,25 @@ def _engine(generation: Generation) -> Iterator[Contradiction]:
     )
 
 
-def _weights(adapter: Lora | NoAdapter, training: Training) -> Iterator[Contradiction]:
-    """What cannot be handed over to vLLM as the weights of a whole model."""
-    engine = "objective.generation.engine"
+def _weights(adapter: Lora | NoAdapter, training: Training, generation: Generation) -> Iterator[Contradiction]:
+    """What cannot be handed over, to vLLM or a server, as the weights of a whole model."""
+    served = generation.server is not None
+    engine = "objective.generation.server" if served else "objective.generation.engine"
+    taker = "the server" if served else "vLLM"
+    other = "leave objective.generation.server out" if served else "set objective.generation.engine to 'embedded'"
     yield Contradiction(
         isinstance(adapter, Lora) and adapter.quantization != "none",
         ("adapter.quantization", engine),
-        "its packed weights cannot be handed over to vLLM; set adapter.quantization to 'none', or "
-        "objective.generation.engine to 'embedded'",
+        f"its packed weights cannot be handed over to {taker}; set adapter.quantization to 'none', or {other}",
     )
     yield Contradiction(
         isinstance(adapter, Lora) and (adapter.use_dora or bool(adapter.target_parameters)),
         (f"adapter.{'use_dora' if isinstance(adapter, Lora) and adapter.use_dora else 'target_parameters'}", engine),
-        "is not added to the weights that vLLM gets; leave it out, or set objective.generation.engine to 'embedded'",
+        f"is not added to the weights that {taker} gets; leave it out, or {other}",
     )
     yield Contradiction(
         training.float8 != "none" and isinstance(adapter, Lora),
         ("training.float8", "adapter.type", engine),
-        "keeps frozen weights in FP8 with scales of its own, which cannot be handed over to vLLM; set training.float8 "
-        "to 'none', or objective.generation.engine to 'embedded'",
+        f"keeps frozen weights in FP8 with scales of its own, which cannot be handed over to {taker}; set "
+        f"training.float8 to 'none', or {other}",
     )

@@ -12,6 +12,7 @@ from strata_platform.spec.fields import (
     Count,
     Flag,
     FunctionName,
+    HostAndPort,
     Integer,
     Name,
     Number,
@@ -166,6 +167,11 @@ class Generation(Section):
         description="`embedded` generates with the weights that are trained; `vllm` hands them over to vLLM in the "
         "same process before it generates. The page Generation says which version of vLLM, and what was tested.",
     )
+    server: HostAndPort | None = Field(
+        None,
+        description="Address of a server that runs the engine instead, on other GPUs, and gets the weights before it "
+        "generates: `host:port` of `python -m tasks.runtime.generation.server`. See the page Generation server.",
+    )
     gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1), BeforeValidator(number)] | None = Field(
         None,
         description="Share of a GPU's memory for vLLM's weights, keys and values in the process that trains, 0.3 by "
@@ -277,8 +283,8 @@ class Grpo(Section):
     )
     overlong: Literal["unrewarded", "mask", "rewarded"] = Field(
         "unrewarded",
-        description="An answer that `max_new_tokens` cut has a reward of 0; or is rewarded like others, but `mask`: no "
-        "token of it is learned; or learned.",
+        description="An answer that `max_new_tokens` cut has a reward of 0, or its own or the lowest of its group "
+        "where that is negative; or is rewarded like others, but `mask`: no token of it is learned; or learned.",
     )
     filter_groups: Flag = Field(
         False, description="Leave groups whose rewards are all equal out of the means over the step."
@@ -286,13 +292,15 @@ class Grpo(Section):
     importance_cap: Annotated[float, Field(gt=0, le=1e3), BeforeValidator(number)] | None = Field(
         None,
         description="Weigh tokens by the probability that training computes over that which generation computed, at "
-        "most this number; by default all count the same, and with `generate_ahead` or the engine `vllm` it is 2.",
+        "most this number; by default all count the same, and with `generate_ahead`, the engine `vllm` or a server it "
+        "is 2.",
     )
 
     @property
     def largest_weight(self) -> float | None:
         """`importance_cap`, or its default."""
-        differs = self.generate_ahead or self.generation.engine != "embedded"
+        generation = self.generation
+        differs = self.generate_ahead or generation.engine != "embedded" or generation.server is not None
         return 2.0 if self.importance_cap is None and differs else self.importance_cap
 
     @property

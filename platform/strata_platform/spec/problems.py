@@ -27,6 +27,7 @@ from strata_platform.spec.describe import (
     literals,
     sections,
 )
+from strata_platform.spec.other_names import OTHER_NAMES
 
 Spec = TypeVar("Spec", bound=BaseModel)
 
@@ -187,11 +188,27 @@ def _unknown_field(model: type[BaseModel], item: ErrorDetails, location: _Locati
     name, fields = location.keys[-1], location.owner.model_fields
     message, suggestion = "no such field", closest_match(name, fields)
     having = [repr(tag) for tag, section in location.alternatives.items() if name in section.model_fields]
-    if having:
+    if meant := _known_elsewhere(location):
+        suggestion = meant
+    elif having:
         message = f"a field of type {join_or(having)} alone"
     elif suggestion is None:
         suggestion = _elsewhere(model, name)
     return _Finding(Problem(location.path, message, allowed=", ".join(fields), suggestion=suggestion), location.keys)
+
+
+def _known_elsewhere(location: _Location) -> str | None:
+    """The path of the field that is meant: one of that name in a section of `owner`, or what others call so."""
+    *above, name = location.keys
+    if above:
+        for key, field in location.owner.model_fields.items():
+            if any(name in section.model_fields for section in sections(field).values()):
+                return ".".join((*above, key, name))
+    meant = OTHER_NAMES.get(name)
+    if meant is None:
+        return None
+    section, field_name = meant.split(".")[:2]
+    return meant if [section] != above or field_name in location.owner.model_fields else None
 
 
 def _elsewhere(model: type[BaseModel], name: str) -> str | None:

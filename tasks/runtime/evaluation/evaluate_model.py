@@ -7,18 +7,20 @@ from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from strata_platform.spec import RunSpec
+from strata_platform.spec.objectives import Grpo
 from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data import Sample as Prompt
 from tasks.runtime.data.dataset import TOKENIZER
 from tasks.runtime.data.media_processor import saved_processor
 from tasks.runtime.evaluation.lm_eval_harness import Score, task_scores
 from tasks.runtime.extensions.callback_runner import CallbackRunner
+from tasks.runtime.generation import start_engine
 from tasks.runtime.models.build import has_fused_loss, patch, set_special_tokens
 from tasks.runtime.models.media_inputs import sample_inputs, with_model_inputs
 from tasks.runtime.models.packing_support import learned_position_count
@@ -26,6 +28,7 @@ from tasks.runtime.models.score_head import score_positions
 from tasks.runtime.models.trained_weights import build_initial_model, build_trained_model
 from tasks.runtime.objectives import build_validation_objective
 from tasks.runtime.objectives.validation_loss import validation_means
+from tasks.runtime.parallel.whole_model import WholeModel
 from tasks.runtime.process.log import indented
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.record import CompletionRecord, Sample, TaskScore
@@ -123,7 +126,7 @@ def _measure(
     score_positions(model)
     patched = patch(model, spec.kernels)
     log.info("kernels in evaluation: %s", patched.summary() if patched else "off")
-    objective = build_validation_objective(spec, fused=has_fused_loss(patched), data=data)
+    objective = build_validation_objective(spec, fused=has_fused_loss(patched), data=data, **_engine(spec, model, data))
     if weights is None:
         data = objective.prepare_validation(model, data, spec)
     with without_router_loss(model):
@@ -139,6 +142,14 @@ def _measure(
     written = [generate(model, tokenizer, prompt, data, spec.evaluation.max_new_tokens) for prompt in prompts]
     scores = task_scores(model, tokenizer, spec.evaluation, batch_size=spec.training.micro_batch_size)
     return Measurements(means.of_all, written, scores, means.by_source), data
+
+
+def _engine(spec: RunSpec, model: PreTrainedModel, data: PreparedData) -> dict[str, Any]:
+    """What answers held-out prompts: the engine of the run. Empty where none are answered."""
+    if not (isinstance(spec.objective, Grpo) and len(data.validation)):
+        return {}
+    whole = WholeModel(model)
+    return {"whole": whole, "generator": start_engine(spec, whole, data, Processes())}
 
 
 @contextmanager

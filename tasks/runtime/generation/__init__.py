@@ -1,7 +1,6 @@
 """Generation inside a run: answers of the model that is being trained, from its own weights.
 
-`Generator` is the interface of engines. `EmbeddedGenerator` needs nothing more than the model; `start_engine` starts
-others.
+`Generator` is the interface of engines, and `start_engine` the one place that decides between them.
 """
 
 from __future__ import annotations

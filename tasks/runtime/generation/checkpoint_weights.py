@@ -56,6 +56,6 @@ def _require_one_embedding(model: PreTrainedModel) -> None:
     if model.config.get_text_config().tie_word_embeddings and any(hasattr(end, "base_layer") for end in ends):
         raise ValueError(
             "adapter.target_modules: the model's embedding and head share a weight, and an adapter on one of them "
-            "makes them differ, which vLLM does not know; leave both out of adapter.target_modules, or set "
-            "objective.generation.engine to 'embedded'"
+            "makes them differ, which a model's files do not know; leave both out of adapter.target_modules, or set "
+            "objective.generation.engine to 'embedded', without a server"
         )

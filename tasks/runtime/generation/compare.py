@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from tasks.runtime.generation.embedded import without_training
-from tasks.runtime.generation.generator import Request, Sample
+from tasks.runtime.generation.generator import Request, Sample, Sampling
 
 # Tokens that are compared, at most.
 _TOKENS = 64
 # Of the mean difference, well above that of rounding: 1e-6 and 1e-2.
 _LIMITS = {torch.float32: 0.01, torch.bfloat16: 0.2, torch.float16: 0.2}
+
+
+class FirstAnswer:
+    """Compares the first answer that an engine draws after each start. dtype: of the engine."""
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        self._model, self._dtype, self._compared = model, dtype, False
+
+    def compare(self, requests: Sequence[Request], samples: Sequence[Sample], sampling: Sampling) -> None:
+        """Raises ValueError if the engine has other weights than the model, or computes it otherwise."""
+        if not self._compared and samples and sampling.temperature > 0:
+            self._compared = True
+            require_same_log_probs(self._model, requests[0], samples[0], sampling.temperature, self._dtype)
 
 
 @torch.no_grad()
@@ -35,7 +50,7 @@ def require_same_log_probs(
     # A NaN is no number below the limit.
     if not difference <= _LIMITS[dtype]:
         raise ValueError(
-            f"objective.generation.engine: vLLM's log-probabilities are {difference:.2g} away from those of training "
+            f"objective.generation.engine: its log-probabilities are {difference:.2g} away from those of training "
             f"on average, more than the {_LIMITS[dtype]} that rounding explains. It computes model_type "
             f"{model.config.model_type!r} otherwise, or lacks weights; set objective.generation.engine to 'embedded'"
         )

@@ -36,7 +36,8 @@ class EmbeddedGenerator:
     """Generates with `model` as it is, its adapter included.
 
     model: not sharded; patched or not. seed: of the run. batch_size: the most answers that are generated together.
-    static: whether the cache has a fixed size; by default on a GPU, where the model allows it.
+    static: whether the cache has a fixed size; by default on a GPU, where the model allows it, and for answers that are
+    drawn. The likeliest answers are those of measurements, a few at a time: no graph would be replayed often enough.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class EmbeddedGenerator:
         self._model, self._tokenizer, self._pad_token_id = model, tokenizer, pad_token_id
         self._seed, self._batch_size = seed, batch_size
         self._static = model.device.type == "cuda" and supports_static_cache(model) if static is None else static
+        self._static_if_drawn = static is None
         self._equal_lengths = needs_equal_lengths(model)
         self._kept: tuple[Sampling, StaticDecoder, _Rows] | None = None
 
@@ -82,15 +84,16 @@ class EmbeddedGenerator:
 
     def _answers(self, requests: list[Request], sampling: Sampling) -> list[Sample]:
         decoder = Decoder(self._model, [request.prompt for request in requests], self._pad_token_id)
-        if self._static:
+        fixed = self._static and (sampling.temperature > 0 or not self._static_if_drawn)
+        if fixed:
             static, rows = self._kept_for(len(requests), decoder.mask.shape[1], sampling)
             static.fill(decoder)
         else:
             rows = _Rows(len(requests), sampling, self._model.device)
         rows.begin(uniform_numbers(self._seed, [request.key for request in requests], sampling.max_new_tokens))
         rows.add(decoder.first_logits)
-        with decode_attention(self._model) if self._static else nullcontext():
-            found = self._finish(rows, static if self._static else decoder, sampling)
+        with decode_attention(self._model) if fixed else nullcontext():
+            found = self._finish(rows, static if fixed else decoder, sampling)
         return [self._sample(found[index], sampling) for index in range(len(requests))]
 
     def _kept_for(self, size: int, width: int, sampling: Sampling) -> tuple[StaticDecoder, _Rows]:
@@ -125,7 +128,7 @@ class EmbeddedGenerator:
                     break
                 if 2 * living.numel() <= ended.numel():
                     kept = living
-                    if self._static:
+                    if isinstance(decoder, StaticDecoder):
                         # Few sizes: each has graphs of its own.
                         kept = torch.cat([living, ended.nonzero().flatten()])[: ended.numel() // 2]
                     found.update(rows.results(drawn))

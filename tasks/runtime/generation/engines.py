@@ -1,4 +1,4 @@
-"""The engine that `objective.generation.engine` names."""
+"""The engine that `objective.generation` names: one for the steps of a run and for every measurement of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.objectives import Distill, Grpo, generates
 from strata_platform.spec.run_spec import Objective
 from tasks.runtime.data import PreparedData
+from tasks.runtime.generation.embedded import EmbeddedGenerator
 from tasks.runtime.generation.generator import Generator
+from tasks.runtime.generation.remote_engine import RemoteGenerator
+from tasks.runtime.generation.serving import shared_token
 from tasks.runtime.generation.vllm_engine import VllmGenerator, require_vllm
 from tasks.runtime.models.build import compute_dtype
 from tasks.runtime.parallel.whole_model import WholeModel
@@ -14,25 +17,53 @@ from tasks.runtime.process.ranks import Processes
 
 
 def require_engine(objective: Objective) -> None:
-    """Raises ValueError if the engine is not installed."""
-    if isinstance(objective, Grpo | Distill) and generates(objective) and objective.generation.engine == "vllm":
+    """Raises ValueError if the engine is not installed here, or the secret of its server is not set."""
+    if not (isinstance(objective, Grpo | Distill) and generates(objective)):
+        return
+    generation = objective.generation
+    if generation.server is not None:
+        shared_token(generation.server.rpartition(":")[0])
+    elif generation.engine == "vllm":
         require_vllm()
 
 
-def start_engine(spec: RunSpec, whole: WholeModel, data: PreparedData, processes: Processes) -> Generator | None:
-    """An engine other than the embedded one, which objectives make by themselves: None. A collective."""
+def start_engine(spec: RunSpec, whole: WholeModel, data: PreparedData, processes: Processes) -> Generator:
+    """The engine of the run, with the weights of `whole` after the first `update_weights`. A collective.
+
+    Raises:
+        ValueError: the engine cannot be used here.
+        Unreachable: its server does not answer.
+    """
     assert isinstance(spec.objective, Grpo | Distill)
-    generation = spec.objective.generation
-    if generation.engine == "embedded":
-        return None
-    return VllmGenerator(
+    generation, tokenizer = spec.objective.generation, data.tokenizer()
+    pad_token_id, size = data.manifest.pad_token_id, generation.batch_size
+    if generation.engine == "embedded" and generation.server is None:
+        return EmbeddedGenerator(whole.model, tokenizer, pad_token_id=pad_token_id, seed=spec.seed, batch_size=size)
+    dtype, temperature = compute_dtype(spec.model, spec.parallel), generation.temperature
+    length = spec.data.sequence_length
+    if generation.server is None:
+        return VllmGenerator(
+            whole.model,
+            tokenizer,
+            processes,
+            dtype=dtype,
+            seed=spec.seed,
+            temperature=temperature,
+            length=length,
+            batch_size=size,
+            memory=generation.gpu_memory_utilization,
+        )
+    return RemoteGenerator(
         whole.model,
-        data.tokenizer(),
+        tokenizer,
         processes,
-        dtype=compute_dtype(spec.model, spec.parallel),
+        address=generation.server,
+        run=spec.name,
+        engine=generation.engine,
+        dtype=dtype,
         seed=spec.seed,
-        temperature=generation.temperature,
-        length=spec.data.sequence_length,
-        batch_size=generation.batch_size,
-        memory=generation.gpu_memory_utilization,
+        temperature=temperature,
+        length=length,
+        batch_size=size,
+        pad_token_id=pad_token_id,
     )

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tasks.runtime.generation.checkpoint_weights import checkpoint_weights
-from tasks.runtime.generation.compare import require_same_log_probs
+from tasks.runtime.generation.compare import FirstAnswer
 from tasks.runtime.generation.generator import Request, Sample, Sampling
 from tasks.runtime.process.ranks import Processes
 
@@ -57,11 +58,68 @@ def _version() -> str:
     return "of an unknown version"
 
 
+class VllmEngine:
+    """vLLM with scheduler and first worker in this process, and no weights until they are loaded.
+
+    folder: with the files of a configuration and a tokenizer. dtype: of weights and passes. temperature: the one that
+    log-probabilities are asked at. length: the most tokens of a prompt and its answer. options: more of vLLM's.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        dtype: torch.dtype,
+        seed: int,
+        temperature: float,
+        length: int,
+        batch_size: int,
+        memory: float,
+        **options: Any,
+    ) -> None:
+        # Its scheduler and workers in this process, where they see the weights.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        from vllm import LLM
+
+        self._seed = seed
+        self.llm = LLM(
+            model=str(folder),
+            # The weights come with the first update.
+            load_format="dummy",
+            generation_config="vllm",
+            dtype=str(dtype).removeprefix("torch."),
+            seed=seed % (1 << 32),
+            max_model_len=length,
+            max_num_seqs=batch_size,
+            logprobs_mode=_log_probs_mode(temperature),
+            # To compile a model for a CPU takes longer than what is generated on one.
+            enforce_eager=not torch.cuda.is_available(),
+            gpu_memory_utilization=memory,
+            **options,
+        )
+
+    def forget_prefixes(self) -> None:
+        """Drop cached keys and values: they are those of earlier weights."""
+        self.llm.reset_prefix_cache()
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
+        """An answer to each request, in order. See `Generator`."""
+        if not requests:
+            return []
+        from vllm import SamplingParams
+
+        shared = _sampling_arguments(sampling)
+        asked = [SamplingParams(**shared, seed=_request_seed(self._seed, request)) for request in requests]
+        prompts: Any = [{"prompt_token_ids": list(request.prompt)} for request in requests]
+        return [_sample(output.outputs[0]) for output in self.llm.generate(prompts, asked, use_tqdm=False)]
+
+
 class VllmGenerator:
     """Generates with vLLM in this process. Made by all ranks together.
 
-    model: whose weights `update_weights` hands over; whole on each rank. dtype: of vLLM's weights and passes.
-    temperature: the one that log-probabilities are asked at. length: the most tokens of a prompt and its answer.
+    model: whose weights `update_weights` hands over; whole on each rank. dtype, temperature, length: as of
+    `VllmEngine`.
     """
 
     def __init__(
@@ -77,39 +135,31 @@ class VllmGenerator:
         batch_size: int,
         memory: float | None = None,
     ) -> None:
-        self._model, self._dtype, self._seed = model, dtype, seed
+        self._model, self._dtype = model, dtype
         self._sleeps = processes.device.type == "cuda"
-        self._compared = False
+        self._first_answer = FirstAnswer(model, dtype)
         global _engine
         if _engine is not None:
             _shut_down(_engine)
-        # Its scheduler and workers in this process, where they see the weights.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         with tempfile.TemporaryDirectory() as folder, _same_random_numbers():
-            _save_configuration(model, tokenizer, folder)
-            from vllm import LLM
+            save_configuration(model, tokenizer, Path(folder), dtype)
             from vllm.v1.engine import core
 
             # At its end an engine would end all groups of the process, those of training among them.
             core.cleanup_dist_env_and_memory = gc.collect
-            self._llm = _engine = LLM(
-                model=folder,
-                # The weights come with the first update.
-                load_format="dummy",
-                generation_config="vllm",
-                dtype=str(dtype).removeprefix("torch."),
-                seed=seed % (1 << 32),
-                max_model_len=length,
-                max_num_seqs=batch_size,
-                logprobs_mode=_log_probs_mode(temperature),
+            self._engine = VllmEngine(
+                folder,
+                dtype=dtype,
+                seed=seed,
+                temperature=temperature,
+                length=length,
+                batch_size=batch_size,
+                memory=_MEMORY if memory is None else memory,
                 enable_sleep_mode=self._sleeps,
-                # To compile a model for a CPU takes longer than what is generated on one.
-                enforce_eager=processes.device.type == "cpu",
-                gpu_memory_utilization=_MEMORY if memory is None else memory,
                 # Each rank has a whole engine, beside those of the others.
                 **({"distributed_executor_backend": "external_launcher"} if processes.world_size > 1 else {}),
             )
+        self._llm = _engine = self._engine.llm
         if self._sleeps:
             self._llm.sleep(level=1)
 
@@ -118,24 +168,16 @@ class VllmGenerator:
         weights = checkpoint_weights(self._model, self._dtype)
         with self._awake():
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-            self._llm.collective_rpc(_pack_heads)
-            self._llm.reset_prefix_cache()
+            self._llm.collective_rpc(pack_for_cpu)
+            self._engine.forget_prefixes()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
         """An answer to each request, in order. See `Generator`."""
         if not requests:
             return []
-        from vllm import SamplingParams
-
-        shared = _sampling_arguments(sampling)
-        asked = [SamplingParams(**shared, seed=_request_seed(self._seed, request)) for request in requests]
-        prompts: Any = [{"prompt_token_ids": list(request.prompt)} for request in requests]
         with self._awake(), _same_random_numbers():
-            found = [output.outputs[0] for output in self._llm.generate(prompts, asked, use_tqdm=False)]
-        samples = [_sample(answer) for answer in found]
-        if not self._compared and sampling.temperature > 0:
-            self._compared = True
-            require_same_log_probs(self._model, requests[0], samples[0], sampling.temperature, self._dtype)
+            samples = self._engine.generate(requests, sampling)
+        self._first_answer.compare(requests, samples, sampling)
         return samples
 
     @contextmanager
@@ -150,15 +192,21 @@ class VllmGenerator:
                 self._llm.sleep(level=1)
 
 
-def _pack_heads(worker: Any) -> None:
-    """Called in a worker after a reload: vLLM for CPUs keeps a packed copy of a head, and of one that shares the
-    embedding's weight the copy is not made again.
+def pack_for_cpu(worker: Any) -> None:
+    """Called in a worker after a reload: vLLM for CPUs reads packed copies of some weights, and packs them the first
+    time alone. These are heads that share the embedding's weight, and experts, whose places it fills unpacked.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.platforms import current_platform
 
+    if not current_platform.is_cpu():
+        return
     for module in worker.get_model().modules():
+        method = getattr(module, "quant_method", None)
         if isinstance(module, ParallelLMHead):
-            module.quant_method.process_weights_after_loading(module)
+            method.process_weights_after_loading(module)
+        elif (kernel := getattr(method, "moe_kernel", None)) is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
 
 
 # The engine of this process: two would not find their groups of processes apart.
@@ -175,8 +223,12 @@ def _shut_down(engine: Any) -> None:
     engine.llm_engine.engine_core.shutdown()
 
 
-def _save_configuration(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str) -> None:
+def save_configuration(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, dtype: torch.dtype
+) -> None:
+    """Write what an engine builds a model of, without weights: the same files wherever the model was loaded from."""
     config = deepcopy(model.config)
+    config.name_or_path, config.dtype = "", dtype
     if not config.architectures:
         config.architectures = [type(model).__name__]
     config.save_pretrained(folder)

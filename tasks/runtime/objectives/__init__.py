@@ -68,8 +68,7 @@ def build_validation_objective(
     generator: Generator | None = None,
 ) -> Objective:
     """The objective that measures the trained model. A distilled model is measured without its teacher, one that learns
-    from rewards by those of its answers to the prompts of `data`; `whole` writes them where weights are sharded, or the
-    `generator` of the run.
+    from rewards by those of its answers to the prompts of `data`, which `generator` writes with the weights of `whole`.
     """
     if spec.objective.type == "grpo":
         return GrpoValidation(spec, data, whole, generator)

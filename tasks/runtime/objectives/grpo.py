@@ -31,7 +31,7 @@ from tasks.runtime.models.lora import base_fingerprint, without_adapter
 from tasks.runtime.models.varlen_attention import has_varlen_attention, set_varlen_attention
 from tasks.runtime.objectives.answer_log_probs import answer_log_probs, frozen_answer_log_probs
 from tasks.runtime.objectives.objective import MicroBatchLoss, ObjectiveContext, target_tokens
-from tasks.runtime.objectives.rollout import Rollout, Step, generator_of, rows_of, sampling_of
+from tasks.runtime.objectives.rollout import Rollout, Step, rows_of, sampling_of
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.rewards.scoring import Rewards
 
@@ -57,6 +57,7 @@ class Grpo:
         self._step: Step | None = None
         self._asked: list[int] = []
         self._batches: list[Batch] = []
+        self._written = False
         # With `generate_ahead`: the rows of all answers.
         self._rows: AnswerRows | None = None
 
@@ -64,13 +65,13 @@ class Grpo:
         """Start the processes of rewards, and load the reference model where the run has one. Returns the data."""
         self._context, settings = context, self._settings
         whole, data = context.whole, context.data
-        assert whole is not None
+        assert whole is not None and context.generator is not None
         tokenizer = data.tokenizer()
         if settings.beta and self._spec.adapter.type == "none":
             self._load_reference(context, varlen=has_varlen_attention(whole.model))
         self._rollout = Rollout(
             settings,
-            generator_of(settings.generation, context),
+            context.generator,
             sampling_of(settings.generation, data, whole.model),
             Rewards(settings.rewards, context.processes.device),
             tokenizer,
@@ -251,9 +252,18 @@ class Grpo:
         number = first // spec.rows_per_step * self._settings.num_iterations + 1
         path = answers_file(Path(spec.output), spec.name)
         path.parent.mkdir(parents=True, exist_ok=True)
+        if not self._written and path.exists():
+            _drop_half_line(path)
+        self._written = True
         with path.open("a", encoding="utf-8") as file:
             for answer in step.told:
                 file.write(json.dumps({"step": number, **answer}, ensure_ascii=False) + "\n")
+
+
+def _drop_half_line(path: Path) -> None:
+    """Truncate a file behind its last line: a process that was killed may have begun another."""
+    with path.open("rb+") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def answers_file(output: Path, name: str) -> Path:

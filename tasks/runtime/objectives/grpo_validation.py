@@ -14,14 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.objectives import Grpo as Settings
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import IGNORE_INDEX, Batch
 from tasks.runtime.data.prompts import prompts_of
-from tasks.runtime.generation import EmbeddedGenerator, Generator, Request
+from tasks.runtime.generation import Generator, Request
 from tasks.runtime.objectives.objective import MicroBatchLoss, ObjectiveContext, target_tokens
 from tasks.runtime.objectives.rollout import answers_of, sampling_of, total_of
 from tasks.runtime.parallel.whole_model import WholeModel
@@ -32,8 +31,8 @@ from tasks.runtime.rewards.scoring import Rewards
 class GrpoValidation:
     """The negated reward of greedy answers, averaged over prompts.
 
-    data: None for a plan, which generates nothing. whole: what answers instead of the model, if its weights are
-    sharded. generator: the engine of a run in training, if it is not the embedded one.
+    data, whole, generator: None for a plan, which generates nothing; otherwise the engine of the run, and the model
+    whose weights it has.
     """
 
     unit = "reward, negated"
@@ -47,7 +46,7 @@ class GrpoValidation:
     ) -> None:
         assert isinstance(spec.objective, Settings)
         self._generator = generator
-        self._spec, self._settings, self._data, self._whole = spec, spec.objective, data, whole
+        self._settings, self._data, self._whole = spec.objective, data, whole
         self._rewards: Rewards | None = None
         # Of the micro-batches that are to come, in order.
         self._sums: deque[Tensor] = deque()
@@ -82,11 +81,10 @@ class GrpoValidation:
         """Answer and score the prompts. A reward's mean is over the answers that it has a value for, as in training."""
         if self._data is None:
             return
-        if self._whole is not None:
-            self._whole.update()
-        if self._generator is not None:
-            self._generator.update_weights()
-        tables = [self._scored(model, batch, processes.device) for batch in batches]
+        assert self._whole is not None and self._generator is not None
+        self._whole.update()
+        self._generator.update_weights()
+        tables = [self._scored(batch, processes.device) for batch in batches]
         rows = torch.cat(tables)
         totals = torch.stack([(~rows.isnan()).sum(0), torch.full(rows.shape[1:], rows.shape[0])])
         totals = totals.to(processes.device)
@@ -109,28 +107,19 @@ class GrpoValidation:
         means = (self._sums.popleft().to(items.device) / items).float()
         return MicroBatchLoss(-means[0], dict(zip(names, means.unbind(), strict=True)))
 
-    def _scored(self, model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
+    def _scored(self, batch: Batch, device: torch.device) -> Tensor:
         """[prompts, 3 + rewards], fp64: the reward of each answer, the values of rewards, NaN where there is none, its
         tokens, and whether it is finished.
         """
-        model = model if self._whole is None else self._whole.model
-        assert self._data is not None and isinstance(model, PreTrainedModel)
+        assert self._data is not None and self._whole is not None and self._generator is not None
         if self._rewards is None:
             self._rewards = Rewards(self._settings.rewards, device)
         prompts = [prompt for prompt in prompts_of(batch) if prompt is not None]
         rows: list[list[float]] = []
         if prompts:
             tokenizer = self._data.tokenizer()
-            generator = self._generator or EmbeddedGenerator(
-                model,
-                tokenizer,
-                pad_token_id=self._data.manifest.pad_token_id,
-                seed=self._spec.seed,
-                # A few answers at a time: no graph would be replayed often enough.
-                static=False,
-            )
-            sampling = sampling_of(self._settings.generation, self._data, model, temperature=0.0)
-            samples = generator.generate([Request(prompt.token_ids, 0) for prompt in prompts], sampling)
+            sampling = sampling_of(self._settings.generation, self._data, self._whole.model, temperature=0.0)
+            samples = self._generator.generate([Request(prompt.token_ids, 0) for prompt in prompts], sampling)
             values = self._rewards.score(answers_of(prompts, samples, tokenizer))
             for index, sample in enumerate(samples):
                 own = [value[index] for value in values]

@@ -52,7 +52,7 @@ class ObjectiveContext:
     whole: WholeModel | None = None
     """The model that answers prompts; None for objectives that generate nothing."""
     generator: Generator | None = None
-    """The engine that generates, if it is not the embedded one."""
+    """The engine that answers them, with the weights of `whole`."""
     steps: int | None = None
     """The last step of the run, if it is known."""
 

@@ -20,7 +20,7 @@ from tasks.runtime.data.prompts import ANSWER
 from tasks.runtime.generation import Request, Sampling
 from tasks.runtime.generation.sampling import uniform_numbers
 from tasks.runtime.objectives.objective import ObjectiveContext
-from tasks.runtime.objectives.rollout import generator_of, sampling_of
+from tasks.runtime.objectives.rollout import sampling_of
 
 OWN = "own"
 """Column of a row: 1 for tokens that the student has written, [T], int64."""
@@ -53,9 +53,8 @@ class OwnAnswers:
                 "objective.on_policy: the data have images or audio, and the student answers texts alone; set "
                 "objective.on_policy to 0"
             )
-        assert context.whole is not None
-        self._whole = context.whole
-        self._generator = generator_of(settings.generation, context)
+        assert context.whole is not None and context.generator is not None
+        self._whole, self._generator = context.whole, context.generator
         self._sampling: Sampling = sampling_of(settings.generation, data, self._whole.model)
         self._ended = time.monotonic()
         self.share_of_time = 0.0

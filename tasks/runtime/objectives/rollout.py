@@ -6,6 +6,7 @@ spread over micro-batches and ranks, and all ranks know the totals of the step.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +23,7 @@ from strata_platform.spec.objectives import Grpo as Settings
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import IGNORE_INDEX, Row
 from tasks.runtime.data.prompts import Prompt
-from tasks.runtime.generation import EmbeddedGenerator, Generator, Request, Sample, Sampling
-from tasks.runtime.objectives.objective import ObjectiveContext
+from tasks.runtime.generation import Generator, Request, Sample, Sampling
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.rewards.reward_function import Answers
 from tasks.runtime.rewards.scoring import Rewards
@@ -74,20 +74,6 @@ def sampling_of(generation: Generation, data: PreparedData, model: PreTrainedMod
     return Sampling(**values | changes)
 
 
-def generator_of(generation: Generation, context: ObjectiveContext) -> Generator:
-    """The engine of the run."""
-    if context.generator is not None:
-        return context.generator
-    assert context.whole is not None
-    return EmbeddedGenerator(
-        context.whole.model,
-        context.data.tokenizer(),
-        pad_token_id=context.data.manifest.pad_token_id,
-        seed=context.spec.seed,
-        batch_size=generation.batch_size,
-    )
-
-
 def answers_of(prompts: Sequence[Prompt], samples: Sequence[Sample], tokenizer: Any) -> Answers:
     """The answers as rewards get them: as texts without special tokens."""
     return Answers(
@@ -103,10 +89,18 @@ def answers_of(prompts: Sequence[Prompt], samples: Sequence[Sample], tokenizer: 
 
 
 def total_of(rewards: Rewards, settings: Settings, values: Sequence[float | None], sample: Sample) -> float:
-    """The reward of an answer: one that was cut has none, unless `objective.overlong` says otherwise."""
-    if not sample.finished and settings.overlong == "unrewarded":
-        return 0.0
-    return rewards.total(values)
+    """The reward of an answer: of one that was cut no more than 0, unless `objective.overlong` says otherwise."""
+    total = rewards.total(values)
+    return min(total, 0.0) if not sample.finished and settings.overlong == "unrewarded" else total
+
+
+def withheld(rewards: Tensor, finished: Tensor) -> Tensor:
+    """Rewards of groups [G, N], of which answers that were cut have no more than the lowest that ended.
+
+    A reward of 0 would be a prize where functions punish: the model would learn to write without an end.
+    """
+    lowest = rewards.masked_fill(~finished, math.inf).amin(1, keepdim=True)
+    return rewards.where(finished, rewards.minimum(lowest))
 
 
 class Rollout:
@@ -191,6 +185,9 @@ class Rollout:
         table = table[table[:, 0].argsort()]
         numbers, rewards, lengths, finished = table[:, :4].unbind(1)
         groups = rewards.view(-1, settings.group_size)
+        if settings.overlong == "unrewarded":
+            groups = withheld(groups, finished.bool().view_as(groups))
+            rewards = groups.flatten()
         advantages = group_advantages(rewards, settings.group_size, scale=settings.scale_rewards)
         signal = (groups != groups[:, :1]).any(1).repeat_interleave(settings.group_size)
         kept = signal if settings.filter_groups else torch.ones_like(signal)

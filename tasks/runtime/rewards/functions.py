@@ -16,7 +16,10 @@ from typing import Any
 
 from tasks.runtime.rewards.sandbox import run_tests
 
-_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+# Behind a number, a word or a bracket, a sign is an operator or a dash: `10-3`, `(x)-3`, `pages 3-5`.
+_NUMBER = re.compile(r"(?:(?<![\w.)\]}])[-+])?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+# As texts about mathematics have it, and models write it.
+_MINUS = "\N{MINUS SIGN}"
 _FENCED = re.compile(r"```[^\n]*\n(.*?)```", re.DOTALL)
 
 
@@ -89,7 +92,7 @@ def last_number(text: str) -> float | None:
     >>> last_number("12 apples and 1,300 pears")
     1300.0
     """
-    numbers = _NUMBER.findall(text)
+    numbers = _NUMBER.findall(text.replace(_MINUS, "-"))
     value = float(numbers[-1].replace(",", "")) if numbers else math.nan
     return value if math.isfinite(value) else None
 

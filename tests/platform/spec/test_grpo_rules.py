@@ -25,6 +25,7 @@ def make(objective=None, **sections):
     return RunSpec.model_validate(values)
 
 
+SERVED = {"generation": {"server": "generation:8471"}}
 VLLM = {"generation": {"engine": "vllm"}}
 
 
@@ -76,6 +77,14 @@ CONTRADICTIONS = [
     (VLLM, LORA | QUANTIZED, "adapter.quantization", "cannot be handed over"),
     (VLLM, LORA | {"adapter": {"type": "lora", "use_dora": True}}, "adapter.use_dora", "not added to the weights"),
     (VLLM, LORA | {"training": {"float8": "tensorwise"}}, "training.float8", "scales of its own"),
+    ({"generation": {"server": "http://a:1"}}, {}, "objective.generation.server", "host:port, such as generation:8471"),
+    (SERVED, LORA | QUANTIZED, "adapter.quantization", "to the server; .* leave objective.generation.server"),
+    (
+        {"generation": {"engine": "vllm", "gpu_memory_utilization": 0.4, "server": "generation:8471"}},
+        {},
+        "objective.generation.gpu_memory_utilization",
+        "start the server with --gpu-memory-utilization",
+    ),
 ]  # fmt: skip
 
 
@@ -101,7 +110,8 @@ def test_a_spec_is_completed():
     ).training.micro_batch_size == 6  # fmt: skip
     # Prompts leave room for answers.
     assert DataRecipe.from_spec(spec).data.sequence_length == 512 - 256
-    assert [make(o).objective.largest_weight for o in ({}, AHEAD, AHEAD | {"importance_cap": 3})] == [None, 2.0, 3.0]
+    weighed = ({}, AHEAD, SERVED, AHEAD | {"importance_cap": 3})
+    assert [make(options).objective.largest_weight for options in weighed] == [None, 2.0, 2.0, 3.0]
     highest = {"dapo": 0.2, "cispo": 5.0}
     assert {loss: make({"loss": loss}).objective.highest_ratio for loss in highest} == highest
 

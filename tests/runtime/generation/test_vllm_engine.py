@@ -38,7 +38,10 @@ FAMILIES = {
     "llama": HEADS,
     "tied": {"family": "llama", "tie_word_embeddings": True, **HEADS},
     "qwen3": HEADS,
-}
+    "experts": {
+        "family": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, **HEADS,
+    },
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -35,6 +35,19 @@ def test_the_last_number_of_a_text(text, number):
     assert last_number(text) == number
 
 
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("13-10", 10), ("pages 3-5", 5), ("(x)-3", 3), ("x-3", 3), ("x = -3", -3), ("(-3)", -3), (r"\boxed{-3}", -3),
+        ("Answer:-5", -5), ("\N{MINUS SIGN}3.5", -3.5), ("2e-3", 0.002),
+    ],
+)  # fmt: skip
+def test_a_sign_belongs_to_a_number_where_nothing_stands_before_it(text, number):
+    """A dash must not make a right answer wrong, nor a minus as mathematics writes it a wrong one right."""
+    assert last_number(text) == number
+    assert numeric([text], answer=[str(-number)]) == [0.0]
+
+
 def test_numeric_compares_last_numbers():
     answers = ["2 + 2 = 4", "5", "no idea", message("It is 1,000.0"), "7"]
     right = [4, "4", 4, "He has 10. #### 1000", "not known"]

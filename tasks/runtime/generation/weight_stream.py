@@ -1,0 +1,154 @@
+"""Weights from the process that trains to those that generate: JSON and raw tensors over one process group.
+
+Each part is a broadcast of its two lengths, of its names, dtypes and shapes as JSON, and of the tensors' bytes, many
+small ones together. Nothing is pickled. A transfer has a group of its own, so that a process that dies leaves no state
+that the next transfer would meet.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_PART_BYTES = 64 << 20
+# Of each tensor in a part: views of another dtype begin at a multiple of its size.
+_ALIGNMENT = 16
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
+        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GroupAddress:
+    """Where the members of a transfer find each other: a store, and the keys in it that begin with `prefix`.
+
+    Rank 0 is the process that trains; the others, 1 to `size - 1`, get the weights. backend: `gloo` or `nccl`.
+    loopback: whether this member listens for others of this machine alone.
+    """
+
+    host: str
+    port: int
+    prefix: str
+    size: int
+    backend: str
+    loopback: bool = False
+    seconds: float = 300.0
+    """How long a member waits for another."""
+
+
+class WeightGroup:
+    """A process group of one transfer, apart from the default group of the process.
+
+    Raises:
+        RuntimeError: the other members do not come in time.
+    """
+
+    def __init__(self, address: GroupAddress, rank: int, device: torch.device) -> None:
+        timeout = timedelta(seconds=address.seconds)
+        store: Any = dist.TCPStore(address.host, address.port, is_master=False, timeout=timeout)
+        store = dist.PrefixStore(address.prefix, store)  # type: ignore[attr-defined]
+        self.device = torch.device("cpu") if address.backend == "gloo" else device
+        self._timeout = timeout
+        self._group = _MAKERS[address.backend](store, rank, address, timeout)
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Send `tensor` from rank 0, or overwrite it with what rank 0 sends. PyTorch: `dist.broadcast(tensor, 0)`.
+
+        Raises:
+            RuntimeError: a member is gone, or does not come in time.
+        """
+        if tensor.numel():
+            self._group.broadcast(tensor, 0).wait(self._timeout)
+        return tensor
+
+
+def _gloo(store: Any, rank: int, address: GroupAddress, timeout: timedelta) -> Any:
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    make: Any = dist.ProcessGroupGloo
+    options._devices = [make.create_device(hostname="127.0.0.1") if address.loopback else make.create_default_device()]
+    return make(store, rank, address.size, options)
+
+
+def _nccl(store: Any, rank: int, address: GroupAddress, timeout: timedelta) -> Any:
+    make: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined]
+    options = make.Options()
+    options._timeout = timeout
+    return make(store, rank, address.size, options)
+
+
+_MAKERS = {"gloo": _gloo, "nccl": _nccl}
+
+
+@torch.no_grad()
+def send_weights(weights: Iterable[tuple[str, Tensor]], group: WeightGroup) -> None:
+    """Send names and weights, in order. Called by rank 0.
+
+    Raises:
+        RuntimeError: a receiver is gone, or does not come in time.
+    """
+    part: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, weight in weights:
+        bytes_ = _aligned(weight.nbytes)
+        if part and size + bytes_ > _PART_BYTES:
+            _send_part(part, group)
+            part, size = [], 0
+        part.append((name, weight.detach()))
+        size += bytes_
+    if part:
+        _send_part(part, group)
+    group.broadcast(torch.zeros(2, dtype=torch.int64, device=group.device))
+
+
+def receive_weights(group: WeightGroup) -> Iterator[tuple[str, Tensor]]:
+    """Names and weights that rank 0 sends, on the group's device; the next part overwrites none of them.
+
+    Raises:
+        RuntimeError: the sender is gone, or does not come in time.
+        ValueError: what came is no part of a transfer.
+    """
+    while True:
+        sizes = group.broadcast(torch.zeros(2, dtype=torch.int64, device=group.device)).tolist()
+        if sizes == [0, 0]:
+            return
+        text, data = (
+            group.broadcast(torch.empty(size, dtype=torch.uint8, device=group.device)) for size in sizes
+        )  # fmt: skip
+        place = 0
+        for name, dtype, shape in json.loads(bytes(text.tolist())):
+            if dtype not in _DTYPES:
+                raise ValueError(f"weight {name!r} has the dtype {dtype!r}, which transfers do not know")
+            kind = _DTYPES[dtype]
+            size = torch.Size(shape).numel() * kind.itemsize
+            yield name, data[place : place + size].view(kind).view(shape)
+            place += _aligned(size)
+
+
+def _send_part(part: list[tuple[str, Tensor]], group: WeightGroup) -> None:
+    shapes = [(name, str(weight.dtype).removeprefix("torch."), list(weight.shape)) for name, weight in part]
+    text = torch.frombuffer(bytearray(json.dumps(shapes).encode()), dtype=torch.uint8)
+    data = torch.zeros(sum(_aligned(weight.nbytes) for _, weight in part), dtype=torch.uint8, device=group.device)
+    place = 0
+    for _, weight in part:
+        size = weight.nbytes
+        data[place : place + size].copy_(weight.contiguous().flatten().view(torch.uint8))
+        place += _aligned(size)
+    group.broadcast(torch.tensor([text.numel(), data.numel()], device=group.device))
+    group.broadcast(text.to(group.device))
+    group.broadcast(data)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

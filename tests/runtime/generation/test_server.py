@@ -1,0 +1,410 @@
+"""A server of generation over its real wire, HTTP and Gloo, with the embedded engine behind it: no vLLM is needed."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from strata_platform.spec.model import Lora
+from tasks.runtime.evaluation.evaluate_model import evaluate
+from tasks.runtime.generation import Sampling, require_engine
+from tasks.runtime.generation.remote_engine import RemoteGenerator
+from tasks.runtime.generation.served_engines import ServedEmbedded
+from tasks.runtime.generation.server import GenerationServer
+from tasks.runtime.generation.serving import TOKEN, ServedModel, requests_from_json, sampling_to_json
+from tasks.runtime.generation.weight_stream import GroupAddress, WeightGroup, receive_weights, send_weights
+from tasks.runtime.models.lora import add_adapter
+from tasks.runtime.models.trained_weights import collect_weights
+from tasks.runtime.process.errors import Unreachable
+from tasks.runtime.process.ranks import Processes
+from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.run_folder.metrics_file import read_evaluations, read_points
+from tests.runtime.generation.test_embedded import DRAWN, GREEDY, PROMPTS, build, ids, requests
+from tests.runtime.generation.test_vllm_engine import (
+    FAMILIES,
+    embedded,
+    little_memory,  # noqa: F401
+    needs_vllm,
+    require_log_probs_of_training,
+    words,
+)
+from tests.runtime.helpers.free_port import free_port
+from tests.runtime.test_policy_optimization import answers, losses, output, prepared, spec_of, train_spec  # noqa: F401
+
+EXPERTS = {"family": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+@contextmanager
+def serving(make=ServedEmbedded, *, port=0, engine="embedded", token=""):
+    """A server in a thread; its address."""
+    server = GenerationServer("127.0.0.1", port, make, engine=engine, token=token)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.close()
+
+
+def client(model, server, **options):
+    address = server if isinstance(server, str) else f"127.0.0.1:{server.server_port}"
+    given = {
+        "address": address, "run": "a", "engine": "embedded", "dtype": torch.float32, "seed": 1, "temperature": 1.3,
+        "length": 64, "batch_size": 8, "pad_token_id": 0, "patience": 60.0, **options,
+    }  # fmt: skip
+    return RemoteGenerator(model, words(model.config.vocab_size), Processes(), **given)
+
+
+def learn(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * parameter.std().nan_to_num(0) * torch.randn_like(parameter)
+
+
+def require_same(found, expected):
+    assert ids(found) == ids(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.log_probs, other.log_probs) and one.finished == other.finished
+
+
+def meeting(size=2):
+    """The address of a group of this machine, and the store that its members meet at."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return GroupAddress("127.0.0.1", store.port, "a", size, "gloo", loopback=True), store
+
+
+def test_weights_arrive_bit_for_bit(monkeypatch):
+    """Of every dtype and form, in parts that hold several and one, to each receiver."""
+    monkeypatch.setattr("tasks.runtime.generation.weight_stream._PART_BYTES", 256)
+    sent = {
+        "matrix": torch.randn(7, 5), "transposed": torch.randn(4, 6).t(), "large": torch.randn(40, 9),
+        "bf16": torch.randn(3, 3, dtype=torch.bfloat16), "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "empty": torch.empty(0, 4), "int": torch.arange(5), "bool": torch.tensor([True, False, True]),
+        "fp8": torch.randn(9).to(torch.float8_e4m3fn), "last": torch.randn(1),
+    }  # fmt: skip
+    address, store = meeting(3)
+    found = {1: {}, 2: {}}
+
+    def receive(rank):
+        found[rank] |= receive_weights(WeightGroup(address, rank, torch.device("cpu")))
+
+    threads = [threading.Thread(target=receive, args=(rank,)) for rank in found]
+    for thread in threads:
+        thread.start()
+    send_weights(sent.items(), WeightGroup(address, 0, torch.device("cpu")))
+    for thread in threads:
+        thread.join()
+    for got in found.values():
+        assert list(got) == list(sent)
+        for name, weight in sent.items():
+            assert got[name].dtype == weight.dtype and got[name].shape == weight.shape
+            assert torch.equal(got[name].float(), weight.float()), name
+    del store
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, EXPERTS], ids=["plain", "tied", "experts"])
+def test_answers_are_those_of_the_weights_now(changes):
+    model = build(**changes).eval()
+    with serving() as server:
+        made = client(model, server)
+        for _ in range(2):
+            made.update_weights()
+            for sampling in (DRAWN, GREEDY):
+                require_same(made.generate(requests(), sampling), embedded(model).generate(requests(), sampling))
+            learn(model)
+
+
+def test_an_adapter_is_on():
+    model = build()
+    without = ids(embedded(model).generate(requests(), GREEDY))
+    add_adapter(model, Lora(type="lora", r=4), seed=1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter += torch.randn_like(parameter) * ("lora_" in name)
+    with serving() as server:
+        made = client(model, server)
+        made.update_weights()
+        found = ids(made.generate(requests(), GREEDY))
+    assert found == ids(embedded(model).generate(requests(), GREEDY)) and found != without
+
+
+def test_other_weights_are_noticed():
+    model = build()
+    with serving() as server:
+        made = client(model, server)
+        made.update_weights()
+        with torch.no_grad():
+            model.model.layers[0].mlp.down_proj.weight.mul_(-1)
+        with pytest.raises(ValueError, match="away from those of training on average"):
+            made.generate(requests(), DRAWN)
+
+
+class Recording(ServedEmbedded):
+    """Notes how many answers are asked for at once; the first time, when `go` is set."""
+
+    go, asked = threading.Event(), []
+
+    def generate(self, wanted, sampling):
+        self.asked.append(len(wanted))
+        assert self.go.wait(60)
+        return super().generate(wanted, sampling)
+
+
+def test_processes_that_wait_are_answered_together():
+    """And each gets its own answers."""
+    model = build()
+    with serving(Recording) as server:
+        made = client(model, server)
+        made.update_weights()
+        found = {}
+        first = threading.Thread(target=lambda: found.update({0: made.generate(requests()[:1], GREEDY)}))
+        first.start()
+        others = [
+            threading.Thread(target=lambda n=n: found.update({n: made.generate(requests()[n : n + 1], GREEDY)}))
+            for n in (1, 2, 3)
+        ]
+        for thread in others:
+            thread.start()
+        while len(server._waiting) < 4:
+            time.sleep(0.001)
+        Recording.go.set()
+        for thread in (first, *others):
+            thread.join()
+    assert sorted(Recording.asked) == [1, 3]
+    expected = embedded(model).generate(requests(), GREEDY)
+    assert [ids(found[n]) for n in range(4)] == [ids(expected)[n : n + 1] for n in range(4)]
+
+
+class Stuck(ServedEmbedded):
+    """Tells a pipe that answers were asked for, and gives none."""
+
+    pipe = None
+
+    def generate(self, wanted, sampling):
+        os.write(self.pipe, b"!")
+        time.sleep(600)
+
+
+def test_a_server_that_is_killed_while_it_generates_loses_nothing():
+    """The process is killed by SIGKILL; the run waits for another at its address, and gives it the weights."""
+    model = build()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    told, Stuck.pipe = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with serving(Stuck, port=port):
+            signal.pause()
+        os._exit(0)
+    made = client(model, f"127.0.0.1:{port}")
+    made.update_weights()
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(made.generate(requests(), DRAWN)))
+    thread.start()
+    os.read(told, 1)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with serving(port=port):
+        thread.join()
+    require_same(found, embedded(model).generate(requests(), DRAWN))
+
+
+def test_a_server_that_stays_away_ends_the_attempt_as_one_that_may_be_repeated():
+    model = build()
+    with serving() as server:
+        made = client(model, server, patience=0.0)
+    with pytest.raises(Unreachable, match=r"server 127\.0\.0\.1:\d+ was gone for 0 s: .*the run continues"):
+        made.update_weights()
+    assert Unreachable.outcome.retryable
+
+
+class Failing(ServedEmbedded):
+    def generate(self, wanted, sampling):
+        raise MemoryError("no keys and values left")
+
+
+def test_an_engine_that_fails_ends_the_server_and_the_attempt():
+    model = build()
+    server = GenerationServer("127.0.0.1", 0, Failing, engine="embedded")
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    made = client(model, server)
+    made.update_weights()
+    with pytest.raises(Unreachable, match="its engine failed: MemoryError: no keys and values left"):
+        made.generate(requests(), DRAWN)
+    # It shuts down by itself, for what has started it to start it again.
+    thread.join(60)
+    assert not thread.is_alive() and server.failed
+    server.close()
+
+
+def test_a_transfer_that_breaks_off_leaves_no_weights_behind():
+    """A run is killed in the middle of one; the next process of the run starts from the beginning."""
+    model = build()
+    with serving() as server:
+        made = client(model, server)
+        made.update_weights()
+        made._version = 2
+        connection = made._connection()
+        response = made._request(connection, "/weights", {"version": 2, "device": "cpu"})
+        group = WeightGroup(
+            GroupAddress(host="127.0.0.1", loopback=True, **json.loads(response.readline())["group"]),
+            0,
+            torch.device("cpu"),
+        )
+        group.broadcast(torch.tensor([10, 10]))
+        del group
+        assert "error" in json.loads(response.readline())
+        connection.close()
+        learn(model)
+        # It sends them again, as after a restart.
+        require_same(made.generate(requests(), DRAWN), embedded(model).generate(requests(), DRAWN))
+
+
+def test_one_server_serves_the_newest_process_of_one_run():
+    model = build()
+    with serving() as server:
+        old = client(model, server)
+        old.update_weights()
+        with pytest.raises(ValueError, match="already serves run 'a', and one server serves one run"):
+            client(model, server, run="b")
+        with pytest.raises(ValueError, match="the run with other settings"):
+            client(model, server, length=32)
+        with pytest.raises(ValueError, match=r"runs the engine 'embedded', and objective.generation.engine is 'vllm'"):
+            client(model, server, engine="vllm")
+        new = client(model, server)
+        new.update_weights()
+        with pytest.raises(ValueError, match="another process of this run has taken the server over"):
+            old.generate(requests(), DRAWN)
+        with pytest.raises(ValueError, match="another process of this run"):
+            old.update_weights()
+        require_same(new.generate(requests(), DRAWN), embedded(model).generate(requests(), DRAWN))
+
+
+def test_a_request_without_the_secret_is_refused(monkeypatch, tmp_path):
+    model = build()
+    with serving(token="right") as server:
+        with pytest.raises(ValueError, match=f"the server has another secret in {TOKEN}"):
+            client(model, server)
+        monkeypatch.setenv(TOKEN, "right")
+        client(model, server)
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/health") as answer:
+            assert json.load(answer) == {"status": "ok"}
+    monkeypatch.delenv(TOKEN)
+    # Whoever is no neighbor on this machine needs one, and it is missed before training.
+    with pytest.raises(ValueError, match=rf"{TOKEN} is not set, and whoever reaches pod\.svc"):
+        require_engine(
+            spec_of(tmp_path, "a", {"generation": {"server": "pod.svc:8471", "max_new_tokens": 12}}).objective
+        )
+
+
+MODEL = {
+    "run": "a", "engine": "embedded", "files": {}, "dtype": "float32", "seed": 1, "temperature": 1.0, "length": 64,
+    "batch_size": 8, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"files": {"../config.json": ""}}, "none of a configuration"),
+        ({"files": {"model.py": ""}}, "none of a configuration"),
+        ({"files": {"model.safetensors": ""}}, "none of a configuration"),
+        ({"dtype": "Tensor"}, "dtype 'Tensor' is unknown"),
+        ({"more": 1}, "other fields"),
+    ],
+)
+def test_a_model_that_is_none_is_refused(change, said):
+    with pytest.raises(ValueError, match=said):
+        ServedModel.from_json(MODEL | change)
+
+
+@pytest.mark.parametrize("request_", [[1, []], [1, [5] * 64], [-1, [5]], [1, ["a"]]])
+def test_a_prompt_that_an_engine_would_fail_at_is_refused(request_):
+    """An engine that fails ends the server."""
+    with pytest.raises(ValueError, match=r"tokens, and rows have 64|integers from 0 on"):
+        requests_from_json([request_], 64)
+
+
+def test_what_is_no_request_is_refused_and_the_server_goes_on():
+    model = build()
+    with serving() as server:
+        made = client(model, server)
+        made.update_weights()
+        asked = {"version": 1, "sampling": sampling_to_json(DRAWN), "requests": [[0, [5]]]}
+        for path, change in (
+            ("/generate", {"sampling": {}}), ("/generate", {"requests": [[0, []]]}), ("/generate", {"version": "x"}),
+            ("/none", {}),
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match=r"objective\.generation\.server"):
+                made._post(path, asked | change)
+        assert len(made.generate(requests(), replace(DRAWN, stop_strings=("w5",)))) == len(PROMPTS)
+
+
+@contextmanager
+def started(*options):
+    """The server as a user starts it; its address."""
+    ports = [free_port(), free_port()]
+    command = [sys.executable, "-m", "tasks.runtime.generation.server", "--port", str(ports[0])]
+    process = subprocess.Popen([*command, "--weights-port", str(ports[1]), *options])
+    try:
+        yield f"127.0.0.1:{ports[0]}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+class TestVllm:
+    pytestmark = needs_vllm
+
+    @pytest.mark.parametrize("workers", [1, 2])
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_answers_are_those_of_the_weights_now(self, family, workers):
+        """In its process, from where the weights go to one worker, or to two that have a part of each."""
+        changes = dict(FAMILIES[family])
+        model = build(changes.pop("family", family), **changes).eval()
+        with started("--tensor-parallel", str(workers)) as address:
+            made = client(model, address, engine="vllm", temperature=1.0, patience=600.0)
+            for _ in range(2):
+                made.update_weights()
+                assert ids(made.generate(requests(), GREEDY)) == ids(embedded(model).generate(requests(), GREEDY))
+                require_log_probs_of_training(model, made.generate(requests(), Sampling(12, stop_token_ids=(2, 17))))
+                learn(model)
+
+
+class TestRuns:
+    def test_a_run_learns_what_it_learns_without_a_server(self, output):  # noqa: F811
+        """In training, in measurements of it, and when it was killed and continues."""
+        common = {"importance_cap": 2.0}
+        measured = {"data": {"validation_fraction": 0.3}, "evaluation": {"every": 2, "samples": 0}}
+        generation = {"max_new_tokens": 12, "temperature": 0.9}
+        alone = spec_of(output, "without-server", common, **measured)
+        train_spec(alone)
+        with serving() as server:
+            served = {"generation": {**generation, "server": f"127.0.0.1:{server.server_port}"}}
+            spec = spec_of(output, "with-server", common | served, **measured)
+            record = train_spec(spec)
+            train_spec(spec, step=2)
+            weights = collect_weights(RunFolder.of(spec), spec.adapter, record)
+            after = evaluate(spec, record, prepared(spec), weights)
+        assert answers(spec)[1] == answers(alone)[1]
+        for found, expected in zip(losses(spec, 0), losses(alone), strict=True):
+            assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert losses(spec, 1) == losses(spec, 0)[2:]
+        points = read_points(RunFolder.of(spec).metrics)
+        assert all(point.metrics["generation_difference"] < 1e-5 for point in points)
+        found, expected = (read_evaluations(RunFolder.of(one).metrics) for one in (spec, alone))
+        assert [one.loss for one in found[:2]] == pytest.approx([one.loss for one in expected])
+        assert after.eval_metrics["reward"] == pytest.approx(-found[1].loss)
