@@ -160,7 +160,7 @@ def test_a_mistake_in_the_spec_ends_the_run_at_once_with_its_sentence(cluster, r
     runs.submit(spec)
     ended = runs.wait(spec.name, timeout=PATIENCE)
     assert (ended.phase, ended.restarts) == (Phase.FAILED, 0)
-    assert f"data.source {source!r} was not found" in ended.message
+    assert f"data.source: there is no such file on this machine; given: {source!r}" in ended.message
 
 
 def test_members_see_runs_and_only_submitters_start_and_cancel_them(cluster, runs):

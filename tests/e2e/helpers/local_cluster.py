@@ -474,11 +474,11 @@ def run_tests(arguments: list[str]) -> int:
 
 def show_state() -> None:
     """What the cluster is doing, as far as it answers."""
-    for what in ("pods,workloads,jobsets", "events"):
+    for what in (["pods,workloads,jobsets"], ["events", "--sort-by=.lastTimestamp"]):
         try:
-            told = inside("kubectl", "get", what, "--all-namespaces", "--sort-by=.metadata.creationTimestamp", limit=10)
+            told = inside("kubectl", "get", *what, "--all-namespaces", limit=10)
         except (OSError, subprocess.SubprocessError) as error:
-            told = f"{what}: {error}"
+            told = f"{what[0]}: {error}"
         print(told[-6000:], flush=True)
 
 
