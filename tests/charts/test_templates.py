@@ -343,7 +343,7 @@ def test_a_fast_network_is_asked_for_by_a_template_of_its_own(rendered):
     assert attached["metadata"]["annotations"]["k8s.v1.cni.cncf.io/networks"] == "sriov/fabric0, sriov/fabric1"
     (container,) = attached["spec"]["containers"]
     assert container["resources"]["limits"] == {
-        "nvidia.com/fabric0": 1, "nvidia.com/fabric1": 1, "hugepages-2Mi": "1Gi",
+        "nvidia.com/fabric0": 1, "nvidia.com/fabric1": 1, "memory": "1Gi", "hugepages-2Mi": "1Gi",
     }  # fmt: skip
     env = {item["name"]: item.get("value") for item in container["env"]}
     # The variant's, in place of the tenant's.

@@ -105,6 +105,11 @@ kernels.store.url: empty, but kernels.store.secret is set; set kernels.store.url
 {{- include "strata.problems.taken" (list $volumes "mountPath" $mounts) }}
 {{- end }}
 {{- range $variant := $tenant.podTemplate.variants }}
+{{- range $name, $_ := $variant.resources }}
+{{- if and (hasPrefix "hugepages-" $name) (not (or (hasKey $variant.resources "cpu") (hasKey $variant.resources "memory"))) }}
+{{ $where }}.podTemplate.variants ({{ $variant.name }}).resources.{{ $name }}: Kubernetes takes huge pages beside cpu or memory alone; add memory, in place of which a run's own counts
+{{- end }}
+{{- end }}
 {{- include "strata.problems.tolerations" (list (printf "%s.podTemplate.variants (%s)" $where $variant.name) $variant.tolerations) }}
 {{- end }}
 {{- include "strata.problems.tolerations" (list (printf "%s.podTemplate" $where) $tenant.podTemplate.tolerations) }}

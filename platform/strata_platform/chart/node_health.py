@@ -117,6 +117,8 @@ class Node:
         gpu, kind, number, boot = int(match[1]), match[2], match[3], match[4]
         if kind == "xid" and boot != self.boot[:8]:
             return []
+        if number and (known := xid_fault(Xid(gpu, int(number)))):
+            return [known]
         what = f"XID {number}" if number else kind
         return [Fault(gpu, kind, f"{what}, as found before", "")]  # type: ignore[arg-type]
 

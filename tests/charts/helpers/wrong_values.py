@@ -214,6 +214,9 @@ REFUSED_BY_THE_TEMPLATES = {
         "queues.provisioning and queues.multiKueue (a): the name is taken"),
     "a cluster twice": ("queues: {multiKueue: [{name: a, clusters: [{name: w, secret: s}, {name: w, secret: t}]}]}",
         "queues.multiKueue.clusters (w): the name is taken"),
+    "huge pages alone": ("queues: {required: false}\ntenants: [{project: p, domains: [d], podTemplate: {variants: "
+        "[{name: v, resources: {hugepages-2Mi: 1Gi}}]}}]",
+        "tenants (p-d).podTemplate.variants (v).resources.hugepages-2Mi: Kubernetes takes huge pages beside cpu"),
     "a bandwidth of one node": ("tests: {allReduce: {nodes: 1}}", "tests.allReduce.nodes: 1, but the test measures"),
     "a bandwidth without a queue": ("tests: {allReduce: {nodes: 2}}",
         "tests.allReduce.nodes: 2, but no tenant has a queue"),

@@ -133,6 +133,9 @@ def test_an_xid_ends_with_the_boot(watched):
     for _ in range(RECOVERY_ROUNDS + 1):
         watch.round()
     assert api.taint == "gpu-1.xid-79.boot-1f2e3d4c"
+    # Nothing new is told, and the advice is still there.
+    (event,) = api.events
+    assert "XID 79, the GPU has fallen off the bus. Drain the node" in event[2]
     watched(api, boot=NEXT_BOOT).round()
     assert api.taint is None
 
