@@ -95,7 +95,8 @@ class GenerationServer(ThreadingHTTPServer):
         self._host = host
         listening = socket.create_server((host, weights_port))
         self._weights_port = listening.getsockname()[1]
-        self._store = dist.TCPStore(  # by default it would listen on every address
+        # By itself it would listen on every address.
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]
             host,
             self._weights_port,
             is_master=True,

@@ -204,7 +204,7 @@ def pack_for_cpu(worker: Any) -> None:
     for module in worker.get_model().modules():
         method = getattr(module, "quant_method", None)
         if isinstance(module, ParallelLMHead):
-            method.process_weights_after_loading(module)
+            module.quant_method.process_weights_after_loading(module)
         elif (kernel := getattr(method, "moe_kernel", None)) is not None:
             kernel.fused_experts.process_weights_after_loading(module)
 

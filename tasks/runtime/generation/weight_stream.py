@@ -56,7 +56,9 @@ class WeightGroup:
 
     def __init__(self, address: GroupAddress, rank: int, device: torch.device) -> None:
         timeout = timedelta(seconds=address.seconds)
-        store: Any = dist.TCPStore(address.host, address.port, is_master=False, timeout=timeout)
+        store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+            address.host, address.port, is_master=False, timeout=timeout
+        )
         store = dist.PrefixStore(address.prefix, store)  # type: ignore[attr-defined]
         self.device = torch.device("cpu") if address.backend == "gloo" else device
         self._timeout = timeout
