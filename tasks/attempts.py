@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from flytekit.exceptions.user import FlyteRecoverableException
 
-from tasks.steps.attempts import Retry
+from tasks.steps.retry import Retry
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from strata_platform.spec import RunSpec
 from tasks.paths import directory, is_local
 from tasks.runtime.metrics import startup
 from tasks.runtime.process.error_explanations import MemoryKills
-from tasks.steps.train import (
+from tasks.steps.train_step import (
     described,
     end_stopped_pod,
     error_files,

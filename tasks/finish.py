@@ -1,4 +1,4 @@
-"""Flyte task: losses and samples before and after training, and the model with its report; see `tasks.steps.finish`."""
+"""Flyte task: losses and samples before and after training, and the model with its report; see `finish_step`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tasks.attempts import retried_by_flyte
 from tasks.paths import directory, file, is_local, is_stored
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.run_folder.record import CompletionRecord
-from tasks.steps import finish as steps
+from tasks.steps import finish_step as steps
 
 
 class Exported(NamedTuple):

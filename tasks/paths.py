@@ -13,7 +13,7 @@ from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from tasks.steps.attempts import store_pauses
+from tasks.steps.retry import store_pauses
 
 Sleep = Callable[[float], object]
 

@@ -1,4 +1,4 @@
-"""Flyte tasks that prepare the data of a run; the steps are in `tasks.steps.prepare`."""
+"""Flyte tasks that prepare the data of a run; the steps are in `tasks.steps.prepare_step`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tasks.paths import directory, is_local, is_stored
 from tasks.resources import CONTROL_TASK, PREPARE_TASK
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.run_folder import format_versions
-from tasks.steps import prepare as steps
-from tasks.steps.prepare import Planned
+from tasks.steps import prepare_step as steps
+from tasks.steps.prepare_step import Planned
 from tasks.topology import task_for
 
 # Flyte's local cache remembers paths that may no longer exist; the output folder keeps prepared data itself.

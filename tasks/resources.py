@@ -12,7 +12,7 @@ from flytekit.extras.accelerators import GPUAccelerator
 
 from strata_platform.pod_settings import RETRIES, scheduling_labels
 from strata_platform.spec.run_spec import Resources as Asked
-from tasks.steps.pods import CONTROL, PREPARE, PodSize
+from tasks.steps.pod_sizes import CONTROL, PREPARE, PodSize
 
 
 def _task_options(size: PodSize) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from strata_platform.spec.run_spec import Topology
 from tasks.attempts import retried_by_flyte
 from tasks.elastic import Training
 from tasks.runtime.run_folder.record import CompletionRecord
-from tasks.steps import train as steps
+from tasks.steps import train_step as steps
 
 
 class Trained(NamedTuple):

@@ -4,6 +4,6 @@ import sys
 
 # Pods import this package, too. They have no command line.
 if "flyte.cli.main" in sys.modules:
-    from tasks.flyte2.parameters import read_files_as_strata_does
+    from tasks.flyte2.spec_parameter import read_files_as_strata_does
 
     read_files_as_strata_does()

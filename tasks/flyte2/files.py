@@ -10,7 +10,7 @@ from pathlib import Path
 import flyte
 from flyte.io import Dir, File
 
-from tasks.steps.attempts import Retry, store_pauses
+from tasks.steps.retry import Retry, store_pauses
 
 Sleep = Callable[[float], Awaitable[object]]
 

@@ -13,17 +13,16 @@ from flyte.io import Dir, File
 from strata_platform import progress_line
 from strata_platform.pod_settings import RETRIES
 from strata_platform.spec import DataRecipe, RunSpec
-from tasks.flyte2.attempts import final_unless_retried
 from tasks.flyte2.files import is_local, stored
-from tasks.flyte2.pods import IMAGE, size
+from tasks.flyte2.final_errors import final_unless_retried
+from tasks.flyte2.pod_overrides import IMAGE, size
 from tasks.runtime.metrics import startup
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.run_folder.record import CompletionRecord
-from tasks.steps import finish as finish_step
-from tasks.steps import prepare as prepare_step
+from tasks.steps import finish_step, prepare_step
 from tasks.steps.agent import train_in_pod
-from tasks.steps.pods import CONTROL, PREPARE
-from tasks.steps.train import ENVIRONMENT
+from tasks.steps.pod_sizes import CONTROL, PREPARE
+from tasks.steps.train_step import ENVIRONMENT
 
 preparing = flyte.TaskEnvironment("strata-prepare", image=IMAGE, resources=size(PREPARE))
 training = flyte.TaskEnvironment("strata-train", image=IMAGE, env_vars=ENVIRONMENT)

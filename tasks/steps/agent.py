@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from strata_platform.outcomes import PREEMPTED
 from strata_platform.spec import RunSpec
 from tasks.runtime.process.error_explanations import MemoryKills
-from tasks.steps.attempts import Retry
-from tasks.steps.train import (
+from tasks.steps.retry import Retry
+from tasks.steps.train_step import (
     MAX_RESTARTS,
     MONITOR_SECONDS,
     RENDEZVOUS,

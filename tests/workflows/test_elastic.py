@@ -14,7 +14,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from strata_platform.spec import RunSpec
 from tasks import topology
-from tasks.steps.train import wait_for_main_pod
+from tasks.steps.train_step import wait_for_main_pod
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,11 +17,11 @@ from strata_platform.outcomes import UNREACHABLE, RunError
 from strata_platform.pod_settings import GRACE_SECONDS, RETRIES
 from strata_platform.spec import RunSpec
 from tasks.flyte2 import run
-from tasks.flyte2.attempts import final_unless_retried
-from tasks.flyte2.pods import job, overrides
+from tasks.flyte2.final_errors import final_unless_retried
+from tasks.flyte2.pod_overrides import job, overrides
 from tasks.runtime.run_folder.record import CompletionRecord
-from tasks.steps.attempts import Retry
-from tasks.steps.train import MAX_RESTARTS
+from tasks.steps.retry import Retry
+from tasks.steps.train_step import MAX_RESTARTS
 from tests.workflows.test_serialization import TASKS as FLYTE_1
 from tests.workflows.test_serialization import template
 from workflows.flyte2.finetune import finetune

@@ -18,7 +18,7 @@ from moto.server import ThreadedMotoServer
 from strata_platform.spec import RunSpec
 from tasks import prepare
 from tasks.runtime.run_folder.folder import RunFolder
-from tasks.steps import prepare as steps
+from tasks.steps import prepare_step as steps
 
 pytestmark = pytest.mark.filterwarnings("ignore:Implicitly cleaning up <TemporaryDirectory:ResourceWarning")
 

@@ -25,7 +25,7 @@ from strata_platform.spec import RunSpec, load_spec
 from tasks import topology
 from tasks.prepare import plan
 from tasks.runtime.run_folder.record import CompletionRecord
-from tasks.steps.train import MAX_RESTARTS
+from tasks.steps.train_step import MAX_RESTARTS
 from tasks.topology import SHAPES, task_for, training_task
 from workflows.finetune import finetune, train_on_parts
 from workflows.scheduled import scheduled

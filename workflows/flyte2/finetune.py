@@ -8,9 +8,9 @@ from flyte.io import Dir
 
 from strata_platform.pod_settings import RETRIES
 from strata_platform.spec import RunSpec
-from tasks.flyte2.attempts import final_unless_retried
 from tasks.flyte2.files import is_local
-from tasks.flyte2.pods import job, overrides
+from tasks.flyte2.final_errors import final_unless_retried
+from tasks.flyte2.pod_overrides import job, overrides
 from tasks.flyte2.run import (
     Exported,
     Trained,

@@ -71,7 +71,7 @@ def build_validation_objective(
     from rewards by those of its answers to the prompts of `data`, which `generator` writes with the weights of `whole`.
     """
     if spec.objective.type == "grpo":
-        return GrpoValidation(spec, data, whole, generator)
+        return GrpoValidation(spec.objective, data, whole, generator)
     if spec.objective.type == "distill":
         return NextToken(fused=fused, routed=has_router_loss(spec.model))
     return build_objective(spec, fused=fused)

@@ -39,14 +39,13 @@ class GrpoValidation:
 
     def __init__(
         self,
-        spec: RunSpec,
+        settings: Settings,
         data: PreparedData | None,
         whole: WholeModel | None = None,
         generator: Generator | None = None,
     ) -> None:
-        assert isinstance(spec.objective, Settings)
         self._generator = generator
-        self._settings, self._data, self._whole = spec.objective, data, whole
+        self._settings, self._data, self._whole = settings, data, whole
         self._rewards: Rewards | None = None
         # Of the micro-batches that are to come, in order.
         self._sums: deque[Tensor] = deque()

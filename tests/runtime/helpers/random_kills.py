@@ -44,6 +44,7 @@ from tasks.runtime.process.log import configure_logging
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tasks.runtime.run_folder.metrics_file import read_points
 from tasks.runtime.run_folder.record import CompletionRecord
+from tasks.steps.train_step import MAX_RESTARTS
 from tests.runtime.helpers.kill_points import (
     AGAIN,
     BROKEN,
@@ -136,7 +137,7 @@ def draw(source, cell):
         # The others do not come by the other points.
         rank=source.randrange(cell.processes) if point in ("end of a step", "half a file") else 0,
         # As often as the agent starts its workers, the attempt is given up.
-        starts=source.choice((1, 1, topology.MAX_RESTARTS + 1)),
+        starts=source.choice((1, 1, MAX_RESTARTS + 1)),
         harm=source.choice(list(HARMS)) if source.random() < 0.3 else None,
     )
 
@@ -165,7 +166,7 @@ def harm_newest(source, spec, harm):
 
 
 # As those of tasks.topology, but for forks of a process that has imported everything, and an agent that looks often.
-ELASTIC = {"max_restarts": topology.MAX_RESTARTS, "start_method": "fork", "monitor_interval": 0.1}
+ELASTIC = {"max_restarts": MAX_RESTARTS, "start_method": "fork", "monitor_interval": 0.1}
 
 
 @task(task_config=Training(nnodes=1, nproc_per_node=1, **ELASTIC))
@@ -196,7 +197,7 @@ def as_task(spec):
 def as_torchrun(spec):
     """Start as a person does on a machine of their own: from nothing, as many workers as the spec has processes."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(spec.topology.world_size)]
-    launcher += ["--max-restarts", str(topology.MAX_RESTARTS), "-m", "tests.runtime.helpers.kill_points"]
+    launcher += ["--max-restarts", str(MAX_RESTARTS), "-m", "tests.runtime.helpers.kill_points"]
     os.execv(sys.executable, [sys.executable, *launcher, spec.model_dump_json()])
 
 

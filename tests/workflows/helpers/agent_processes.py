@@ -8,8 +8,8 @@ from pathlib import Path
 from strata_platform.spec import RunSpec
 from tasks.runtime.process.signals import die_with_agent
 from tasks.steps import agent
-from tasks.steps.attempts import Retry
-from tasks.steps.train import Trained
+from tasks.steps.retry import Retry
+from tasks.steps.train_step import Trained
 
 
 def ends(spec: RunSpec, data: Path) -> Trained:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from flyte.errors import NonRecoverableError, RuntimeSystemError
 
 from strata_platform.outcomes import RunError
-from tasks.steps.attempts import Retry
+from tasks.steps.retry import Retry
 
 
 @contextmanager

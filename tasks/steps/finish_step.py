@@ -17,7 +17,7 @@ from tasks.runtime.metrics.progress import report_progress
 from tasks.runtime.process.imports import uncollected
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import CompletionRecord
-from tasks.steps.attempts import retried
+from tasks.steps.retry import retried
 
 
 class Finished(NamedTuple):

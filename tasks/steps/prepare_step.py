@@ -15,8 +15,8 @@ from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.run_spec import Resources, Topology
 from tasks.runtime.run_folder import format_versions
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
-from tasks.steps.attempts import retried
 from tasks.steps.plan_checks import check_plan
+from tasks.steps.retry import retried
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from flyte import Device, PodTemplate
 
 from strata_platform.pod_settings import GRACE_SECONDS, scheduling_labels
 from strata_platform.spec.run_spec import Resources, Topology
-from tasks.steps.pods import PodSize
-from tasks.steps.train import MAX_RESTARTS, MONITOR_SECONDS, RENDEZVOUS
+from tasks.steps.pod_sizes import PodSize
+from tasks.steps.train_step import MAX_RESTARTS, MONITOR_SECONDS, RENDEZVOUS
 
 IMAGE = flyte.Image.from_ref_name()
 """The image of `flyte run --image`."""

@@ -20,7 +20,7 @@ from tasks.runtime.process.log import configure_logging
 from tasks.runtime.process.signals import Preempted, die_with_agent, raise_on_sigterm
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import CompletionRecord
-from tasks.steps.attempts import Retry
+from tasks.steps.retry import Retry
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
