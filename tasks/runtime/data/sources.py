@@ -31,6 +31,7 @@ from tasks.runtime.data.rows import Row, suggestion
 from tasks.runtime.data.splits import abbreviate, files_of_split, is_data_file, split_name
 from tasks.runtime.data.text_files import WHOLE_FILES, TextDocuments
 from tasks.runtime.process.hub import asking_hub
+from tasks.runtime.process.object_store_url import url_to_fs
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
@@ -301,8 +302,6 @@ class _Match(NamedTuple):
 
 
 def _find_files(name: str, split: str) -> _Match:
-    from fsspec.core import url_to_fs
-
     try:
         filesystem, path = url_to_fs(name if "://" in name else str(_local_path(name).absolute()))
         if _is_pattern(name):
