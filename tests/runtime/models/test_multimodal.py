@@ -139,7 +139,9 @@ def test_a_step_has_the_loss_and_gradients_of_plain_transformers(family, which, 
     assert loss.item() == pytest.approx(expected, rel=1e-5)
     for name, parameter in model.named_parameters():
         if gradients[name] is not None:
-            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-5, msg=name)
+            # Sums that cancel are as exact as their terms.
+            atol = 1e-5 * max(1.0, gradients[name].abs().max().item())
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=atol, msg=name)
     assert any("lang" not in name and gradient.any() for name, gradient in gradients.items() if gradient is not None)
 
 
