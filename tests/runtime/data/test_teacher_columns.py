@@ -253,7 +253,7 @@ def test_texts_have_an_entry_for_each_token_of_the_answer(tmp_path, tokenizer):
 
 def test_log_probabilities_of_rows_with_images_are_refused():
     """The row's tokens are those of its text; each image becomes many."""
-    build = with_top_tokens(lambda row: [Document((), False, images=(b"picture",))])
+    build = with_top_tokens(lambda row: [Document((), False, media=(b"picture",))])
     row = Row("rows line 3", {"logprobs": [[-1.0]], "target_token_ids": [[1]]})
     with pytest.raises(RowError, match=r"rows line 3: has images.*name the teacher in objective\.teacher"):
         build(row)
