@@ -181,6 +181,17 @@ def test_a_store_that_never_answers_costs_no_more_than_its_time_budget(tmp_path,
     assert 0.4 < filler.to_dict()["store_seconds"] < 30
 
 
+def test_a_store_is_opened_by_its_own_client_where_a_library_has_registered_another(s3):
+    """As the SDK of Flyte 2 does when it is imported."""
+    code = (
+        "from obstore.fsspec import register; register('s3')\n"
+        "from strata_kernels.warmup.blob_storage import open_storage\n"
+        f"print(type(open_storage({s3!r})._fs).__module__)"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], text=True, capture_output=True)
+    assert done.stdout.split() == ["s3fs.core"], done.stderr
+
+
 def test_an_unreachable_store_is_called_once(tmp_path, pod):
     class Gone(FolderStorage):
         asked = 0

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -108,14 +109,14 @@ class ObjectStorage:
 
     def __init__(self, url: str) -> None:
         try:
-            import fsspec
+            import fsspec  # noqa: F401
         except ImportError as error:
             raise ImportError(
                 f"a store at {url} needs fsspec and its library for that scheme, such as s3fs; install them, or use a "
                 "folder"
             ) from error
         # Other pods write at the same time, so fsspec must not cache listings.
-        self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
+        self._fs, root = _url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
         self._root = root.rstrip("/")
 
     def list(self, prefix: str) -> list[Blob]:
@@ -136,6 +137,23 @@ class ObjectStorage:
     def remove(self, name: str) -> None:
         """See BlobStorage."""
         self._fs.rm_file(f"{self._root}/{name}")
+
+
+def _url_to_fs(url: str, **options: Any) -> tuple[Any, str]:
+    """`fsspec.core.url_to_fs(url, **options)`, by fsspec's own client of the scheme.
+
+    Other libraries register obstore's clients in the place of s3fs and gcsfs, as the SDK of Flyte 2 does when it is
+    imported. They reject these options.
+    """
+    from fsspec import core
+    from fsspec.registry import get_filesystem_class, known_implementations
+
+    scheme = url.partition("://")[0]
+    if not get_filesystem_class(scheme).__module__.startswith("obstore."):
+        return core.url_to_fs(url, **options)  # type: ignore[no-any-return]
+    module, _, name = known_implementations[scheme]["class"].rpartition(".")
+    client = getattr(import_module(module), name)
+    return client(**client._get_kwargs_from_urls(url), **options), str(client._strip_protocol(url))
 
 
 def _modified(info: dict[str, Any]) -> float:
