@@ -17,7 +17,7 @@ from triton import knobs
 from strata_kernels import swiglu, swiglu_packed
 from strata_kernels.ops.float8 import cast as casts
 from strata_kernels.ops.float8 import linear as linears
-from strata_kernels.ops.float8.cast import E4M3, E5M2, cast, transpose
+from strata_kernels.ops.float8.cast import E4M3, E5M2, cast, inverse_of, transpose
 from strata_kernels.ops.float8.largest import finding_largest, largest_of
 from strata_kernels.ops.float8.linear import float8_linear, float8_stored_linear, quantize_weight
 
@@ -128,6 +128,15 @@ def test_a_value_that_is_not_finite_is_seen_in_the_result(value, scaling, device
 def test_zeros(scaling, device) -> None:
     x, w = torch.zeros(3, 32, device=device), torch.randn(16, 32, device=device)
     assert not float8_linear(x, w, scaling=scaling).any()
+
+
+def test_the_rows_of_a_matrix_are_cast_apart_with_the_scale_of_all(device) -> None:
+    w = torch.randn(48, 32, device=device).bfloat16() * torch.logspace(-6, 3, 48, device=device)[:, None]
+    values, inverse = quantize_weight(w)
+    amax = w.abs().max().float().view(1).view(torch.int32)
+    parts = [quantize_weight(part, amax)[0] for part in w.split([7, 41])]
+    assert torch.equal(torch.cat([part.float() for part in parts]), values.float())
+    assert torch.equal(inverse_of(amax), inverse)
 
 
 @pytest.mark.parametrize("shape", [(20, 48), (48, 144), (272, 16)], ids=str)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+from strata_kernels.ops.float8.cast import inverse_of
 from strata_kernels.ops.float8.linear import quantize_weight
 from tasks.runtime.models.float8 import Float8Linear
 
@@ -42,7 +43,7 @@ def gather_in_float8(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> 
             # FSDP2 replaces shards that it has to pad.
             even = parameter._orig_size[0] % mesh.size() == 0
             if type(layer) is Float8Linear and layer.scaling == "tensorwise" and name == "weight" and even:
-                gathered.append(_Weight(layer, parameter._sharded_local_tensor, dtype))
+                gathered.append(_Weight(layer, parameter._sharded_local_tensor))
                 parameter._init_extensions()
     if not gathered:
         return
@@ -58,8 +59,8 @@ def gather_in_float8(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> 
 class _Weight:
     """A sharded weight as FSDP2 gathers it."""
 
-    def __init__(self, layer: Float8Linear, shard: Tensor, dtype: torch.dtype) -> None:
-        self.layer, self.shard, self._dtype = layer, shard, dtype
+    def __init__(self, layer: Float8Linear, shard: Tensor) -> None:
+        self.layer, self.shard = layer, shard
         self.amax: Tensor | None = None
         """[1], int32: the bits of the largest magnitude of the whole weight."""
         asked: Any = shard
@@ -74,7 +75,7 @@ class _Weight:
         policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[Tensor], None]:
         assert self.amax is not None, "gathered before the first forward pass"
-        values, self.layer.weight_inverse = quantize_weight(self.shard.to(self._dtype), self.amax)
+        values, _ = quantize_weight(self.shard.to(policy.param_dtype or self.shard.dtype), self.amax)
         # Not every collective knows FP8.
         return (values.view(torch.uint8),), None
 
@@ -89,10 +90,14 @@ class _Weight:
 
 @torch.no_grad()
 def _find_scales(weights: list[_Weight], mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """The largest magnitude of each weight in the dtype of forward passes, by one collective."""
+    """The largest magnitude of each weight in the dtype of forward passes, by one collective.
+
+    The factors that undo the scales are computed here, in the stream of the layers, which read them: FSDP2 gathers in
+    streams of its own, whose memory is used again before the layers have run.
+    """
     largest = torch.stack(torch._foreach_norm([weight.shard for weight in weights], float("inf")))
     # Rounding keeps the order. Compared as whole numbers, NaN is larger than all others.
     bits = largest.to(dtype).float().view(torch.int32)
     dist.all_reduce(bits, dist.ReduceOp.MAX, mesh.get_group())
-    for weight, amax in zip(weights, bits.split(1), strict=True):
-        weight.amax = amax
+    for weight, amax, inverse in zip(weights, bits.split(1), inverse_of(bits).split(1), strict=True):
+        weight.amax, weight.layer.weight_inverse = amax, inverse

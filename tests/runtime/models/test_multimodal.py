@@ -139,8 +139,8 @@ def test_a_step_has_the_loss_and_gradients_of_plain_transformers(family, which, 
     assert loss.item() == pytest.approx(expected, rel=1e-5)
     for name, parameter in model.named_parameters():
         if gradients[name] is not None:
-            # Sums that cancel are as exact as their largest terms: Gemma 3's projector has gradients up to 1.5e4, and of
-            # small ones transformers' own are 2e-3 off those in fp64.
+            # Sums that cancel are as exact as their largest terms: Gemma 3's projector has gradients up to 1.5e4, and
+            # of small ones transformers' own are 2e-3 off those in fp64.
             atol = 1e-6 * max(10.0, gradients[name].abs().max().item())
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=atol, msg=name)
     assert any("lang" not in name and gradient.any() for name, gradient in gradients.items() if gradient is not None)

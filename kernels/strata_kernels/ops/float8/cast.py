@@ -255,6 +255,14 @@ def cast(x: Tensor, scaling: str, *, rows: bool, columns: bool, e5m2: bool = Fal
     return Cast(y, row, yt, column.view(-1, 1), None)
 
 
+def inverse_of(amax: Tensor) -> Tensor:
+    """The factors that undo the scales of tensors in E4M3, with the bits of `cast(...).row_inverse`.
+
+    amax: [N], int32, the bits of each tensor's largest magnitude as fp32. Returns [N], fp32.
+    """
+    return _scale(amax.view(torch.float32), E4M3, False).reciprocal()
+
+
 def transpose(y: Tensor) -> Tensor:
     """`y.t().contiguous()` of an FP8 matrix."""
     yt: Tensor = _Transpose.apply(y)
