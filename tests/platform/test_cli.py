@@ -200,7 +200,7 @@ def test_pyflyte_tells_every_mistake_without_a_traceback(tmp_path):
 def test_the_checks_of_a_run_are_listed():
     result = strata("spec", "--checks")
     assert result.returncode == 0, result.stderr
-    assert "position embeddings   spec     rank 0 " in result.stdout
+    assert "position embeddings       spec     rank 0 " in result.stdout
     both = strata("spec", "--checks", "--schema")
     assert (both.returncode, "--checks lists" in both.stderr) == (2, True)
 

@@ -64,8 +64,8 @@ def test_the_first_mistake_stops_the_run():
 def test_the_table_names_every_check_and_place():
     lines = table().splitlines()
     assert [line for line in lines if line.startswith("packing ")] == [
-        "packing               weights  rank 0             with data.packing or pairs of answers, no sequence of a row "
-        "depends on another"
+        "packing                   weights  rank 0             with data.packing or pairs of answers, no sequence of a "
+        "row depends on another"
     ]
     assert len(lines) == 1 + len(CHECKS) + 1 + len(WHERE)
 

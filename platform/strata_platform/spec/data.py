@@ -158,14 +158,13 @@ class Reading(Section):
     audio_folder: FolderOrUrl | None = Field(
         None, description="Folder or URL that relative paths of audio begin in; by default that of the data file."
     )
-    audio_max_seconds: Number | None = Field(
+    audio_max_seconds: Annotated[float, Field(ge=0.1), BeforeValidator(number)] | None = Field(
         None,
-        gt=0,
         description="Seconds of an audio at most; a processor that drops what is longer has a limit of its own. "
         "`overlong` says what becomes of a longer one.",
     )
-    audio_min_seconds: Number | None = Field(
-        None, gt=0, description="Seconds of an audio at least: a row with a shorter one is skipped and counted."
+    audio_min_seconds: Annotated[float, Field(gt=0), BeforeValidator(number)] | None = Field(
+        None, description="Seconds of an audio at least: a row with a shorter one is skipped and counted."
     )
     ignore_columns: tuple[Text, ...] = Field(
         (),

@@ -104,7 +104,10 @@ def test_what_is_cut_or_skipped_is_counted(prepared, tmp_path, capsys):
         ({"messages": ASKED, "audios": [None]}, "audio 1 of column 'audios' is null"),
         ({"messages": ASKED, "audios": ["rows.jsonl"]}, "audio 'rows.jsonl': no sound that is read"),
         ({"messages": [{"role": "user", "content": "\U000ffffc"}, ASKED[1]]}, r"U\+FFFFC, which stands for audios"),
-        ({"prompt": "Which?", "completion": "4", "audio": "a.wav"}, "column 'audio' holds audio"),
+        (
+            {"prompt": "Which?", "completion": "4", "audio": "a.wav"},
+            "column 'audio' holds str 'a.wav'; it holds audio, and",
+        ),
         ({"messages": ASKED, "images": ["a.png"]}, "the data has images, but model.name .* has no processor of images"),
     ],
 )

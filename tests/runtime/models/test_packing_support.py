@@ -143,7 +143,7 @@ def test_what_is_written_ends_with_the_positions(caplog):
     data = SimpleNamespace(manifest=SimpleNamespace(stop_token_ids=(), pad_token_id=0))
     tokenizer = SimpleNamespace(decode=lambda ids, **options: len(ids))
     for length, written in ((40, 8), (48, 0)):
-        prompt = SimpleNamespace(prompt_ids=list(range(1, length + 1)), images=())
+        prompt = SimpleNamespace(prompt_ids=list(range(1, length + 1)), media=())
         assert int(generate(model, tokenizer, prompt, data, 48) or 0) == written
     said = "evaluation.max_new_tokens 48: the model has positions for {} after this prompt"
     assert caplog.messages == [said.format(8), said.format(0)]

@@ -13,7 +13,7 @@ from tasks.runtime.data import collate, fingerprint, prepare
 from tasks.runtime.data.loader import training_loader
 from tasks.runtime.data.prompts import ANSWER
 from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
-from tasks.runtime.generation import EmbeddedGenerator, Request, Sampling
+from tasks.runtime.generation import EmbeddedGenerator, Request, Sampling, start_engine
 from tasks.runtime.models.trained_weights import build_trained_model, collect_weights
 from tasks.runtime.objectives import ObjectiveContext, build_objective
 from tasks.runtime.objectives.own_answers import OWN, OwnAnswers
@@ -151,10 +151,10 @@ def batches_of(output, share, micro_batch, processes=None):
     )  # fmt: skip
     data, processes = data_of(spec), Processes()
     model = LlamaForCausalLM.from_pretrained(output / "student")
-    objective = build_objective(spec, fused=False)
+    objective, whole = build_objective(spec, fused=False), WholeModel(model)
     context = ObjectiveContext(
         spec, processes, data, Single(processes), model, "-", continues=False, collate=collate,
-        whole=WholeModel(model),
+        whole=whole, generator=start_engine(spec, whole, data, processes),
     )  # fmt: skip
     objective.prepare(context)
     asked = list(training_loader(spec, data, processes, collate=collate, start=0, stop=1))

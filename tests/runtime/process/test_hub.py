@@ -147,7 +147,7 @@ def test_the_attempt_may_be_repeated(tmp_path, monkeypatch, capsys):
 def test_so_do_tasks_end(tmp_path, monkeypatch):
     spec = RunSpec(output=str(tmp_path))
     data = FlyteDirectory(str(tmp_path))
-    for module in (prepare, finish, topology):
+    for module in (prepare, finish):
         monkeypatch.setattr(module, "configure_logging", lambda: None)
     for name in (
         "data.prepare",
