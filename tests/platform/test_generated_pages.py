@@ -12,12 +12,18 @@ from strata_platform import cli_docs
 from strata_platform.cli import app
 from strata_platform.spec import RunSpec, SpecError, support_matrix
 
-PAGE = support_matrix.matrix()
-REASONS = dict(re.findall(r'^(\d+)\. <a id="reason-\1"></a>(.*)$', PAGE, re.MULTILINE))
+
+@pytest.fixture(scope="module")
+def page():
+    return support_matrix.matrix()
 
 
-def cell(feature, kind):
-    header, *rows = [line.split(" | ") for line in PAGE.split("## With")[1].split("##")[0].splitlines() if "|" in line]
+def reasons(page):
+    return dict(re.findall(r'^(\d+)\. <a id="reason-\1"></a>(.*)$', page, re.MULTILINE))
+
+
+def cell(page, feature, kind):
+    header, *rows = [line.split(" | ") for line in page.split("## With")[1].split("##")[0].splitlines() if "|" in line]
     (row,) = [row for row in rows if row[0] == f"| `{feature}`"]
     return row[[name.strip(" |") for name in header].index(kind)].strip(" |")
 
@@ -32,19 +38,19 @@ def cell(feature, kind):
         ("adapter.quantization: nf4", "fsdp, cpu_offload", None),
     ],
 )
-def test_cells_have_the_rule_of_the_spec(feature, kind, words):
-    found = cell(feature, kind)
+def test_cells_have_the_rule_of_the_spec(page, feature, kind, words):
+    found = cell(page, feature, kind)
     if words is None:
         assert found == "yes"
     else:
-        assert words in REASONS[re.search(r"\d+", found)[0]]
+        assert words in reasons(page)[re.search(r"\d+", found)[0]]
 
 
-def test_a_reason_is_the_message_of_the_error():
+def test_a_reason_is_the_message_of_the_error(page):
     with pytest.raises(SpecError) as caught:
         RunSpec.model_validate({"model": {"name": "a/b"}, "adapter": {"type": "lora"}, "optimizer": {"type": "muon"}})
     (problem,) = caught.value.problems
-    assert f"`{problem.path}`: {problem.message}" in REASONS.values()
+    assert f"`{problem.path}`: {problem.message}" in reasons(page).values()
 
 
 def test_settings_that_are_alternatives_are_no_pair():

@@ -150,12 +150,17 @@ def _by_parallelism(cell: Any) -> Iterator[str]:
 def _pairs(cell: Any) -> Iterator[str]:
     """Pairs whose settings are valid with a kind of parallelism, one by one; each with the kinds that reject it."""
     yield from ("| setting | with | under | reason |", "|---|---|---|---|")
+    valid = {
+        (name, kind)
+        for name, feature in FEATURES.items()
+        for kind, parallel in PARALLEL.items()
+        if (alone := together(feature, parallel)) is not None and not reasons(alone)
+    }
     for (one, first), (other, second) in combinations(FEATURES.items(), 2):
         rejected: dict[str, list[str]] = {}
         for kind, parallel in PARALLEL.items():
-            parts = (together(first, parallel), together(second, parallel))
             both = together(first, second, parallel)
-            if both is None or any(part is None or reasons(part) for part in parts):
+            if both is None or not {(one, kind), (other, kind)} <= valid:
                 continue
             if (found := cell(both)) != "yes":
                 rejected.setdefault(found, []).append(kind)
