@@ -54,6 +54,11 @@ def checked(values):
     return series("strata_node_gpus_checked_timestamp_seconds", values, 'node="n",pod="p"')
 
 
+def node(values):
+    """What kube-state-metrics tells of a node."""
+    return series("kube_node_info", values, 'node="n",kubelet_version="v1.34.1"')
+
+
 def fault(values):
     return series("strata_node_gpu_faults", values, 'node="n",gpu="3",kind="ecc",pod="p"')
 
@@ -94,6 +99,10 @@ CASES = {
     "a GPU has a fault": ([checked("0+60x400"), fault(f"1{FOREVER}")], {"StrataGpuFault"}),
     "a GPU had a fault": ([checked("0+60x400"), fault("1x100 stale")], set()),
     "GPUs are not looked at any more": ([checked("0+60x300 18000x100")], {"StrataGpusNotChecked"}),
+    "GPUs were never looked at": ([checked(f"0{FOREVER}")], {"StrataGpusNotChecked"}),
+    "a pod was started anew": ([checked("0+60x394 0")], set()),
+    "a pod looks no more": ([checked("0+60x370 stale"), node(f"1{FOREVER}")], {"StrataGpusNotChecked"}),
+    "a node was removed": ([checked("0+60x370 stale"), node("1x370 stale")], set()),
     "a step was skipped": (run(strata_skipped_steps_total="0x370 1x30"), {"StrataStepsSkipped"}),
     "a step was skipped long ago": (run(strata_skipped_steps_total="0x50 1x350"), set()),
     "a run returned to a checkpoint": (run(strata_rollbacks_total="0x370 1x30"), {"StrataStepsSkipped"}),

@@ -25,6 +25,8 @@ KUEUE = {
     "kueue_local_queue_status": {"name", "namespace", "exported_namespace", "active"},
     "kueue_preempted_workloads_total": {"preempting_cluster_queue", "reason"},
 }
+# kube-state-metrics'.
+OF_NODES = {"kube_node_info": {"node"}}
 
 
 def of_rules():
@@ -66,7 +68,7 @@ def served():
     labels = {sample.name: set(sample.labels) for family in families for sample in family.samples}
     # The namespace is a label of the target.
     common = {"run", "rank", "framework", "namespace"}
-    return {name: labels.get(name, common) | common for name in names} | of_nodes() | KUEUE
+    return {name: labels.get(name, common) | common for name in names} | of_nodes() | KUEUE | OF_NODES
 
 
 def of_nodes():

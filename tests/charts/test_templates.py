@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import yaml
 from flytekit.configuration import AuthType, PlatformConfig
+from kubernetes.client import V1NodeSpec, V1NodeStatus, V1ObjectMeta
 
 from strata_platform.backends.kubernetes_objects import JOB_SET, SHAPE
 from strata_platform.chart import node_health, queue_timeout, removal, retention
@@ -381,11 +382,18 @@ def test_bandwidth_is_measured_if_asked_through_the_first_queue(rendered):
     assert {"apiGroups": [""], "resources": ["pods/log"], "verbs": ["get"]} in rights
 
 
+# What an update cannot change, or what every one changes.
+UPDATED = {
+    "name", "generateName", "namespace", "uid", "creationTimestamp", "deletionTimestamp", "deletionGracePeriodSeconds",
+    "selfLink", "generation", "resourceVersion", "managedFields",
+}  # fmt: skip
+
+
 def test_gpu_nodes_are_watched_by_pods_with_nvml_and_few_rights(rendered, helm):
     (daemons,) = of_kind(rendered["rdma"], "DaemonSet")
     pod = daemons["spec"]["template"]["spec"]
     assert (pod["runtimeClassName"], pod["restartPolicy"]) == ("nvidia", "Always")
-    assert pod["nodeSelector"] == {"nvidia.com/gpu.present": "true"}
+    assert pod["nodeSelector"] == {"nvidia.com/gpu.present": "true", "nvidia.com/gpu.deploy.device-plugin": "true"}
     # Its own taint, too: who takes it back?
     assert {"key": TAINT, "operator": "Exists"} in pod["tolerations"]
     (container,) = pod["containers"]
@@ -403,6 +411,17 @@ def test_gpu_nodes_are_watched_by_pods_with_nvml_and_few_rights(rendered, helm):
     ]
     here = {item["metadata"]["name"] for item in of_kind(rendered["rdma"], "ValidatingAdmissionPolicyBinding")}
     assert "strata-node-health" in here
+    (policy,) = [
+        item
+        for item in of_kind(rendered["rdma"], "ValidatingAdmissionPolicy")
+        if item["metadata"]["name"] == "strata-node-health"
+    ]
+    held = " ".join(rule["expression"] for rule in policy["spec"]["validations"])
+    for part, model, free in (
+        ("metadata", V1ObjectMeta, UPDATED), ("spec", V1NodeSpec, {"taints"}), ("status", V1NodeStatus, {"conditions"}),
+    ):  # fmt: skip
+        fields = set(model.attribute_map.values()) - free
+        assert {name for name in fields if f"object.{part}.?{name} == oldObject.{part}.?{name} &&" in held} == fields
     assert not of_kind(rendered["single-gpu"], "DaemonSet")
     set_ = "nodeHealth.enabled=true,nodeHealth.runtimeClass=,image.repository=x"
     (bare,) = of_kind(helm.render("--set", set_), "DaemonSet")

@@ -95,6 +95,14 @@ def tainted(key, effect="NoSchedule"):
     ("part", "patch", "of", "said"),
     [
         ("", {"metadata": {"labels": {"pool": "mine"}}}, None, "may change the taint"),
+        ("", {"metadata": {"finalizers": ["strata/mine"]}}, None, "may change the taint"),
+        ("/status", {"status": {"images": []}}, None, "may change the condition"),
+        (
+            "/status",
+            {"status": {"daemonEndpoints": {"kubeletEndpoint": {"Port": 1}}}},
+            None,
+            "may change the condition",
+        ),
         ("", {"spec": {"unschedulable": True}}, None, "may change the taint"),
         ("", tainted(TAINT, "NoExecute"), None, "may change the taint"),
         ("", tainted("other"), None, "may change the taint"),

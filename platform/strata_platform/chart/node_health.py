@@ -4,7 +4,8 @@ Each round it asks NVML for the state of every GPU of the node, which touches no
 XIDs come in between. What is found becomes the node's condition `GpuUnhealthy`, an event, metrics, and a taint, so that
 no other run starts there. Runs that are on the node go on. The taint goes when nothing has been found for
 RECOVERY_ROUNDS. After an XID, which is an event and no state, it goes when the node has been rebooted, or when somebody
-removes it: `kubectl taint node NAME strata/gpu-unhealthy-`.
+removes it: `kubectl taint node NAME strata/gpu-unhealthy-`. So does that of a missing GPU, unless it comes back:
+feature discovery soon counts one less. Without the taint these are known to the process alone: a new pod has none.
 
 The chart passes the settings as JSON in the variable STRATA_NODE_HEALTH, and the node's name in NODE_NAME.
 """
@@ -16,16 +17,18 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
+from urllib3.exceptions import HTTPError
 
+from strata_platform.backends.kubernetes_objects import condition_of
 from strata_platform.chart.value_fields import duration
-from strata_platform.doctor.gpu_health import CONDITION, Fault, faults, xid_fault
+from strata_platform.doctor.gpu_health import CONDITION, Fault, driver_fault, faults, xid_fault
 from strata_platform.doctor.nvml import Nvml, NvmlError, NvmlMissing, Xid
 from strata_platform.kubernetes_api import Access, ApiError, KubernetesApi, Object
 
@@ -40,10 +43,12 @@ PATIENCE = 3
 MAY_PASS = ("slowdown", "pcie", "nvlink")
 # Rounds without a finding after which a node is healthy again.
 RECOVERY_ROUNDS = 10
+# Rounds without a driver after which the process ends. A container gets the files of its devices when it starts.
+BLIND_ROUNDS = 10
 # Kubelet and controllers change the node, too; a change that another one has overtaken is made anew.
 _ATTEMPTS = 8
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-_STANDING = re.compile(r"gpu-(\d+)\.([a-z-]+?)(?:-(\d+)\.boot-([0-9a-f]{8}))?")
+_STANDING = re.compile(r"gpu-(\d+)\.([a-z-]+?)(?:-(\d+)(?:\.boot-([0-9a-f]{8}))?)?")
 
 
 class Settings(BaseModel):
@@ -64,21 +69,34 @@ class Settings(BaseModel):
 class Judge:
     """Decides from what is seen in each round which faults count."""
 
-    def __init__(self, standing: Iterable[Fault] = ()) -> None:
-        """`standing`: faults for which the node is tainted already."""
-        self._standing = list(standing)
-        self._xids = {fault.gpu: fault for fault in self._standing if fault.kind == "xid"}
+    def __init__(self) -> None:
+        self._standing: list[Fault] = []
+        self._xids: dict[int, Fault] = {}
+        self._fresh: list[Fault] = []
         self._rounds: dict[tuple[int, str], int] = {}
         self._healthy_rounds = 0
 
+    def resume(self, standing: Sequence[Fault]) -> None:
+        """Go on with the faults for which the node is tainted already."""
+        self._standing = list(standing)
+        self._xids = {fault.gpu: fault for fault in standing if fault.kind == "xid"}
+
     def add_xid(self, fault: Fault) -> None:
         """An XID has come; it counts from now on."""
-        self._xids.setdefault(fault.gpu, fault)
+        self._fresh.append(fault)
 
     def forget(self) -> None:
-        """Somebody has looked after the node."""
+        """Somebody has looked after what the node has told of. An XID that it has not told of yet stays."""
         self._xids.clear()
         self._standing.clear()
+
+    def told(self) -> None:
+        """The node has told of all that counts."""
+        self._xids = self._all_xids()
+        self._fresh.clear()
+
+    def _all_xids(self) -> dict[int, Fault]:
+        return {fault.gpu: fault for fault in self._fresh} | self._xids
 
     def count(self, seen: Sequence[Fault]) -> list[Fault]:
         """The faults that count after a round in which `seen` was seen; those of XIDs first."""
@@ -88,8 +106,9 @@ class Judge:
             for fault in seen
             if self._rounds[fault.gpu, fault.kind] >= (PATIENCE if fault.kind in MAY_PASS else 1)
         ]
-        counted = [*self._xids.values(), *lasting]
-        self._healthy_rounds = 0 if seen or self._xids else self._healthy_rounds + 1
+        xids = self._all_xids()
+        counted = [*xids.values(), *lasting]
+        self._healthy_rounds = 0 if seen or xids else self._healthy_rounds + 1
         if counted or self._healthy_rounds >= RECOVERY_ROUNDS:
             self._standing = counted
         return self._standing
@@ -108,19 +127,19 @@ class Node:
         """The node."""
         return self.api.get(f"/api/v1/nodes/{self.name}")
 
-    def standing(self) -> list[Fault]:
+    def standing(self, node: Object) -> list[Fault]:
         """The fault for which the node is tainted, unless it was an XID of an earlier boot."""
-        value = next((taint.get("value", "") for taint in _taints(self.get()) if taint["key"] == TAINT), None)
+        value = next((taint.get("value", "") for taint in _taints(node) if taint["key"] == TAINT), None)
         match = _STANDING.fullmatch(value or "")
         if match is None:
             return []
-        gpu, kind, number, boot = int(match[1]), match[2], match[3], match[4]
-        if kind == "xid" and boot != self.boot[:8]:
-            return []
-        if number and (known := xid_fault(Xid(gpu, int(number)))):
-            return [known]
-        what = f"XID {number}" if number else kind
-        return [Fault(gpu, kind, f"{what}, as found before", "")]  # type: ignore[arg-type]
+        gpu, kind, number, boot = int(match[1]), match[2], int(match[3]) if match[3] else None, match[4]
+        if kind == "xid":
+            if boot != self.boot[:8] or number is None:
+                return []
+            known = xid_fault(Xid(gpu, number))
+            return [known or Fault(gpu, "xid", f"XID {number}, as found before", "", number)]
+        return [Fault(gpu, kind, f"{kind}, as found before", "", number)]  # type: ignore[arg-type]
 
     def report(self, found: Sequence[Fault], *, taint: bool) -> bool:
         """Make condition and taint say what is found, and tell of a change by an event. Returns whether it changed."""
@@ -138,8 +157,8 @@ class Node:
         return None if after == before else {"spec": {"taints": after or None}}
 
     def _value(self, fault: Fault) -> str:
-        number = re.match(r"XID (\d+)", fault.message) if fault.kind == "xid" else None
-        return f"gpu-{fault.gpu}.{fault.kind}" + (f"-{number[1]}.boot-{self.boot[:8]}" if number else "")
+        number = "" if fault.number is None else f"-{fault.number}"
+        return f"gpu-{fault.gpu}.{fault.kind}{number}" + (f".boot-{self.boot[:8]}" if fault.kind == "xid" else "")
 
     def _change(self, part: str, change: Callable[[Object], Object | None]) -> bool:
         for attempt in range(_ATTEMPTS):
@@ -184,7 +203,7 @@ def _taints(node: Object) -> list[Object]:
 
 def _with_condition(node: Object, found: Sequence[Fault]) -> Object | None:
     conditions = node["status"].get("conditions") or []
-    before: Object = next((each for each in conditions if each["type"] == CONDITION), {})
+    before = condition_of(node, CONDITION) or {}
     status, reason = ("True", _reason(found[0])) if found else ("False", "GpusHealthy")
     now = _now()
     wanted = {"type": CONDITION, "status": status, "reason": reason, "message": _message(found)}
@@ -228,44 +247,101 @@ class Metrics:
             "strata_node_gpu_xids", "XIDs of a GPU, of applications too.", ["node", "gpu", "xid"], registry=registry
         )
         self.checked = Gauge(
-            "strata_node_gpus_checked_timestamp_seconds", "When the GPUs were looked at.", ["node"], registry=registry
+            "strata_node_gpus_checked_timestamp_seconds",
+            "When the GPUs were looked at, and the node told of it; 0 before.",
+            ["node"],
+            registry=registry,
         )
+        self.checked.labels(node).set(0)
 
     def add_xid(self, xid: Xid) -> None:
         """The driver has reported an error."""
         self.xids.labels(self._node, xid.index, xid.number).inc()
 
     def update(self, found: Sequence[Fault]) -> None:
-        """After a round."""
+        """The GPUs were looked at."""
         self.healthy.labels(self._node).set(not found)
-        self.checked.labels(self._node).set_to_current_time()
         self.faults.clear()
         for fault in found:
             self.faults.labels(self._node, fault.gpu, fault.kind).inc()
+
+    def reported(self) -> None:
+        """The node tells of it."""
+        self.checked.labels(self._node).set_to_current_time()
 
 
 class Watch:
     """One round after the other."""
 
-    def __init__(self, connect: Callable[[], Node], nvml: Nvml, settings: Settings, metrics: Metrics) -> None:
+    def __init__(
+        self, connect: Callable[[], Node], open_nvml: Callable[[], Nvml], settings: Settings, metrics: Metrics
+    ) -> None:
         """`connect` reads the credentials anew, which Kubernetes replaces while the pod runs."""
-        self._connect, self._nvml, self._settings, self._metrics = connect, nvml, settings, metrics
-        self._judge = Judge(connect().standing())
-        self._tainted = False
+        self._connect, self._open, self._settings, self._metrics = connect, open_nvml, settings, metrics
+        self._nvml: Nvml | None = None
+        self._judge = Judge()
+        self._resumed = self._tainted = False
+        self._expected = 0
+        self.blind_rounds = 0
+        """Rounds in a row in which the driver did not work."""
 
     def round(self) -> list[Fault]:
-        """Look at the GPUs and report. Returns the faults that count."""
-        kubernetes = self._connect()
-        node = kubernetes.get()
-        if self._tainted and not any(taint["key"] == TAINT for taint in _taints(node)):
-            print("the taint was removed by hand: earlier XIDs are forgotten", flush=True)
-            self._judge.forget()
-        found = self._judge.count(faults(self._nvml.gpus(), _expected(node)))
+        """Look at the GPUs and report. Returns the faults that count.
+
+        Raises ApiError and urllib3's HTTPError if the node cannot be read or changed; the metrics know of faults then.
+        """
+        failure = kubernetes = None
+        try:
+            kubernetes = self._read_node()
+        except (ApiError, HTTPError) as error:
+            failure = error
+        found = self._judge.count(self._look())
+        self._metrics.update(found)
+        if kubernetes is None:
+            assert failure is not None
+            raise failure
         if kubernetes.report(found, taint=self._settings.taint):
             print(_message(found), flush=True)
+        self._judge.told()
         self._tainted = bool(found) and self._settings.taint
-        self._metrics.update(found)
+        self._metrics.reported()
         return found
+
+    def _read_node(self) -> Node:
+        """Take over what the node tells: faults of before, whether its taint was removed, and its number of GPUs."""
+        kubernetes = self._connect()
+        node = kubernetes.get()
+        if not self._resumed:
+            standing = kubernetes.standing(node)
+            self._judge.resume(standing)
+            self._expected = max((fault.number or 0 for fault in standing if fault.kind == "missing"), default=0)
+            self._resumed = True
+        if self._tainted and not any(taint["key"] == TAINT for taint in _taints(node)):
+            print("the taint was removed by hand: what was told of before is forgotten", flush=True)
+            self._judge.forget()
+            self._expected = 0
+        # Feature discovery counts what is there: a GPU that is gone would be a fault no more.
+        self._expected = max(self._expected, _counted(node))
+        return kubernetes
+
+    def _look(self) -> list[Fault]:
+        """What is seen now. Raises NvmlMissing."""
+        try:
+            if self._nvml is None:
+                self._nvml = self._open()
+                for index, why in self._nvml.register().items():
+                    print(f"GPU {index}: XIDs are not seen: {why}", flush=True)
+        except NvmlError as error:
+            self._close()
+            self.blind_rounds += 1
+            return [driver_fault(error)]
+        self.blind_rounds = 0
+        return faults(self._nvml.gpus(), self._expected or None)
+
+    def _close(self) -> None:
+        if self._nvml is not None:
+            self._nvml.close()
+            self._nvml = None
 
     def wait(self, seconds: float) -> None:
         """Wait for XIDs; returns at once after one that tells of a fault."""
@@ -273,27 +349,31 @@ class Watch:
         # In short waits: while the library waits, no signal is handled.
         while (left := end - time.monotonic()) > 0:
             began = time.monotonic()
-            for xid in self._nvml.xids(min(left, 1.0)):
-                print(f"GPU {xid.index}: XID {xid.number}", flush=True)
-                self._metrics.add_xid(xid)
-                fault = xid_fault(xid)
-                if fault is not None:
-                    self._judge.add_xid(fault)
-                    return
+            try:
+                for xid in self._nvml.xids(min(left, 1.0)) if self._nvml is not None else ():
+                    print(f"GPU {xid.index}: XID {xid.number}", flush=True)
+                    self._metrics.add_xid(xid)
+                    fault = xid_fault(xid)
+                    if fault is not None:
+                        self._judge.add_xid(fault)
+                        return
+            except NvmlError as error:
+                # The next round opens it anew, and reports if it cannot.
+                print(f"XIDs cannot be waited for: {error}", flush=True)
+                self._close()
             # A lost GPU ends a wait at once.
             time.sleep(max(0.0, min(left, 1.0) - (time.monotonic() - began)))
 
 
-def _expected(node: Object) -> int | None:
-    """How many GPUs feature discovery has counted; with MIG's single strategy it counts slices."""
+def _counted(node: Object) -> int:
+    """How many GPUs feature discovery has counted; 0 if it has not. With MIG's single strategy it counts slices."""
     labels: dict[str, Any] = node["metadata"].get("labels") or {}
     count = labels.get("nvidia.com/gpu.count", "")
-    return int(count) if count.isdigit() and labels.get("nvidia.com/mig.strategy") != "single" else None
+    return int(count) if count.isdigit() and labels.get("nvidia.com/mig.strategy") != "single" else 0
 
 
 def main() -> None:
     """Watch until SIGTERM."""
-    import urllib3
     from prometheus_client import CollectorRegistry, start_http_server
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -303,26 +383,23 @@ def main() -> None:
     def connect() -> Node:
         return Node(KubernetesApi(Access.of_environment()), name, boot)
 
-    try:
-        nvml = Nvml()
-    except NvmlMissing as error:
-        # Not a fault of the node's: nothing is known of it.
-        sys.exit(
-            f"NVML cannot be loaded: {error}; set nodeHealth.runtimeClass, or nodeHealth.nodeSelector to GPU nodes"
-        )
-    except NvmlError as error:
-        fault = Fault(0, "lost", f"the driver does not work: {error}", "look at dmesg and the driver's pod")
-        connect().report([fault], taint=settings.taint)
-        sys.exit(str(fault))
+    # First of all: what keeps the rounds from being made has to be seen.
     registry = CollectorRegistry()
+    watch = Watch(connect, Nvml, settings, Metrics(name, registry))
     start_http_server(settings.port, registry=registry)
-    watch = Watch(connect, nvml, settings, Metrics(name, registry))
     while True:
         try:
             watch.round()
-        except (ApiError, urllib3.exceptions.HTTPError) as error:
-            # XIDs are kept until the next round; the metric's time tells that none was made.
+        except NvmlMissing as error:
+            # Not a fault of the node's: nothing is known of it.
+            sys.exit(
+                f"NVML cannot be loaded: {error}; set nodeHealth.runtimeClass, or nodeHealth.nodeSelector to GPU nodes"
+            )
+        except (ApiError, HTTPError) as error:
+            # XIDs are kept until the next round; the metric's time tells that none was told of.
             print(f"the node cannot be changed: {error}", flush=True)
+        if watch.blind_rounds >= BLIND_ROUNDS:
+            sys.exit(f"the driver has not worked in {BLIND_ROUNDS} rounds: the container is started anew")
         watch.wait(settings.seconds)
 
 

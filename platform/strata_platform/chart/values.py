@@ -13,7 +13,6 @@ from strata_platform.chart.tenants import Tenant, TenantSettings, Toleration, Vo
 from strata_platform.chart.value_fields import (
     Address,
     DnsName,
-    Duration,
     ImageTag,
     Labels,
     OptionalDnsName,
@@ -91,12 +90,18 @@ class Tests(Values):
     all_reduce: AllReduceTest = Field(AllReduceTest(), description="Bandwidth between nodes.")
 
 
+# The alert StrataGpusNotChecked comes 15 minutes after a look.
+HealthInterval = Annotated[str, Field(pattern=r"^(([1-9][0-9]?|[1-5][0-9]{2}|600)s|([1-9]|10)m)$")]
+
+
 class NodeHealth(Values):
     """A DaemonSet that watches NVIDIA GPUs by NVML, and taints nodes `strata/gpu-unhealthy` if one has a fault."""
 
     enabled: bool = Field(False, description="Create the DaemonSet.")
     taint: bool = Field(True, description="Taint; else only the condition, events and metrics tell of a fault.")
-    interval: Duration = Field("60s", description="Time from one look to the next. XIDs are seen when they come.")
+    interval: HealthInterval = Field(
+        "60s", description="Time from one look to the next, at most 10m. XIDs are seen when they come."
+    )
     runtime_class: OptionalDnsName = Field(
         "nvidia", description="Runtime class that gives containers NVML; empty if the default one does."
     )

@@ -44,6 +44,8 @@ class Fault:
     kind: Kind
     message: str
     advice: str
+    number: int | None = None
+    """Of the XID; of the GPUs that the node should have if one is missing."""
 
     def __str__(self) -> str:
         return f"GPU {self.gpu}: {self.message}"
@@ -52,7 +54,12 @@ class Fault:
 def xid_fault(xid: Xid) -> Fault | None:
     """The fault that an XID tells of; None if it is one of applications."""
     what = HARDWARE_XIDS.get(xid.number)
-    return None if what is None else Fault(xid.index, "xid", f"XID {xid.number}, {what}", _RESET)
+    return None if what is None else Fault(xid.index, "xid", f"XID {xid.number}, {what}", _RESET, xid.number)
+
+
+def driver_fault(why: object) -> Fault:
+    """The fault of a driver that does not work: nothing is known of any GPU."""
+    return Fault(0, "lost", f"the driver does not work: {why}", "look at dmesg and the driver's pod")
 
 
 def faults(gpus: Sequence[GpuState], expected: int | None = None) -> list[Fault]:
@@ -60,7 +67,7 @@ def faults(gpus: Sequence[GpuState], expected: int | None = None) -> list[Fault]
     found = [fault for gpu in gpus for fault in _of(gpu, gpus)]
     if expected is not None and len(gpus) < expected:
         message = f"the driver has {len(gpus)} GPUs, and the node should have {expected}"
-        found.append(Fault(len(gpus), "missing", message, _RESET))
+        found.append(Fault(len(gpus), "missing", message, _RESET, expected))
     return found
 
 

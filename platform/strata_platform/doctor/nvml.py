@@ -14,7 +14,7 @@ from typing import Any
 LIBRARY = "libnvidia-ml.so.1"
 
 _INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION, _TIMEOUT, _FUNCTION_NOT_FOUND = 2, 3, 4, 10, 13
-_LOST, _RESET_REQUIRED = 15, 16
+_LOST = 15
 # What a GPU does not have, or does not tell.
 _UNKNOWN = (_INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION, _FUNCTION_NOT_FOUND)
 _UNCORRECTED, _SINCE_DRIVER_LOADED = 1, 0
@@ -43,7 +43,6 @@ class GpuState:
     """One GPU, now. None: it does not have or tell this."""
 
     index: int
-    name: str = "GPU"
     lost: str | None = None
     """Why it does not answer; then nothing else is known."""
     uncorrected_errors: int | None = None
@@ -92,10 +91,14 @@ class Nvml:
             raise NvmlMissing(str(error)) from error
         self._call("nvmlInit_v2")
         self._devices: dict[int, int] = {}
+        self._lost: dict[int, str] = {}
         self._events = ctypes.c_void_p()
         count = _Number()
-        self._call("nvmlDeviceGetCount_v2", ctypes.byref(count))
-        self._lost: dict[int, str] = {}
+        try:
+            self._call("nvmlDeviceGetCount_v2", ctypes.byref(count))
+        except NvmlError:
+            self.close()
+            raise
         for index in range(count.value):
             device = ctypes.c_void_p()
             try:
@@ -106,10 +109,10 @@ class Nvml:
                 self._devices[index] = device.value or 0
 
     def close(self) -> None:
-        """Give the GPUs free."""
+        """Give the GPUs free. A driver that has failed may refuse, and then holds nothing."""
         if self._events:
-            self._call("nvmlEventSetFree", self._events)
-        self._call("nvmlShutdown")
+            self._code("nvmlEventSetFree", self._events)
+        self._code("nvmlShutdown")
 
     def gpus(self) -> list[GpuState]:
         """Every GPU of the node."""
@@ -117,9 +120,9 @@ class Nvml:
         return sorted([*lost, *map(self._state, self._devices)], key=lambda gpu: gpu.index)
 
     def xids(self, seconds: float) -> Iterator[Xid]:
-        """Errors that come within `seconds`, each when it comes, and those since the last call."""
+        """Errors that come within `seconds`, each when it comes, and those since the last call or `register`."""
         if not self._events:
-            self._register()
+            self.register()
         event = _Event()
         wait = round(seconds * 1000)
         code = self._code("nvmlEventSetWait_v2", self._events, ctypes.byref(event), _Number(wait))
@@ -131,10 +134,15 @@ class Nvml:
         if code not in (_TIMEOUT, _LOST):
             raise self._error("nvmlEventSetWait_v2", code)
 
-    def _register(self) -> None:
+    def register(self) -> dict[int, str]:
+        """Have the driver collect XIDs from now on. Returns the GPUs of which none will be seen, and why."""
         self._call("nvmlEventSetCreate", ctypes.byref(self._events))
-        for device in self._devices.values():
-            self._code("nvmlDeviceRegisterEvents", ctypes.c_void_p(device), _Large(_XID_EVENT), self._events)
+        register = "nvmlDeviceRegisterEvents"
+        arguments = _Large(_XID_EVENT), self._events
+        codes = {
+            index: self._code(register, ctypes.c_void_p(device), *arguments) for index, device in self._devices.items()
+        }
+        return {index: str(self._error(register, code)) for index, code in codes.items() if code} | self._lost
 
     def _state(self, index: int) -> GpuState:
         device = ctypes.c_void_p(self._devices[index])
@@ -145,7 +153,6 @@ class Nvml:
             links = list(self._links(device))
             return GpuState(
                 index,
-                name=self._name(device),
                 uncorrected_errors=_only(
                     self._numbers(
                         "nvmlDeviceGetTotalEccErrors",
@@ -165,11 +172,6 @@ class Nvml:
             )
         except NvmlError as error:
             return GpuState(index, lost=str(error))
-
-    def _name(self, device: ctypes.c_void_p) -> str:
-        text = ctypes.create_string_buffer(96)
-        self._call("nvmlDeviceGetName", device, text, _Number(len(text)))
-        return text.value.decode(errors="replace")
 
     def _links(self, device: ctypes.c_void_p) -> Iterator[tuple[bool, int]]:
         """Of each NVLink, whether it is up, and its recoveries."""

@@ -23,6 +23,7 @@ REFUSED_BY_THE_SCHEMA = {
     "a domain with a dot": ("tenants: [{project: p, domains: [d.e]}]", "/tenants/0/domains/0"),
     "a project that is a number": ("tenants: [{project: 7, domains: [d]}]", "/tenants/0/project"),
     "an unknown pod security level": ("tenantDefaults: {podSecurity: strict}", "/tenantDefaults/podSecurity"),
+    "looks at GPUs rarer than the alert awaits them": ("nodeHealth: {interval: 15m}", "/nodeHealth/interval"),
     "yes for true, quoted": ('tenantDefaults: {createNamespace: "yes"}', "/tenantDefaults/createNamespace"),
     "a namespace label with a space": ("tenantDefaults: {labels: {team: a b}}", "/tenantDefaults/labels/team"),
     "a label key with a space": ('tenantDefaults: {labels: {"te am": a}}', "/tenantDefaults/labels", "te am"),

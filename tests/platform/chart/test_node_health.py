@@ -27,9 +27,11 @@ class Api:
             "spec": {"taints": list(taints)},
             "status": {"conditions": [READY]},
         }
-        self.events, self.overtaken = [], 0
+        self.events, self.overtaken, self.refuses = [], 0, False
 
     def get(self, path):
+        if self.refuses:
+            raise ApiError(403, "Forbidden", "the health check may not")
         assert path == "/api/v1/nodes/n"
         return copy.deepcopy(self.node)
 
@@ -75,7 +77,10 @@ def watched(library, tmp_path, monkeypatch):
     def start(api, *, taint=True, boot=BOOT, **changes):
         describe(tmp_path / "gpus", **changes)
         settings = Settings(taint=taint, interval="1s", port=1)
-        return Watch(lambda: Node(api, "n", boot), Nvml(str(library)), settings, Metrics("n", CollectorRegistry()))
+        registry = CollectorRegistry()
+        watch = Watch(lambda: Node(api, "n", boot), lambda: Nvml(str(library)), settings, Metrics("n", registry))
+        watch.value = lambda name, **labels: registry.get_sample_value(name, {"node": "n", **labels})
+        return watch
 
     start.change = lambda **changes: describe(tmp_path / "gpus", **changes)
     return start
@@ -125,6 +130,7 @@ def test_what_may_pass_has_to_last(watched):
 def test_an_xid_ends_with_the_boot(watched):
     api = Api()
     watch = watched(api, xid__1=79, xid__0=31)
+    watch.round()
     watch.wait(0.05)
     watch.round()
     assert api.taint == "gpu-1.xid-79.boot-1f2e3d4c"
@@ -134,7 +140,7 @@ def test_an_xid_ends_with_the_boot(watched):
         watch.round()
     assert api.taint == "gpu-1.xid-79.boot-1f2e3d4c"
     # Nothing new is told, and the advice is still there.
-    (event,) = api.events
+    (_, event) = api.events
     assert "XID 79, the GPU has fallen off the bus. Drain the node" in event[2]
     watched(api, boot=NEXT_BOOT).round()
     assert api.taint is None
@@ -143,6 +149,7 @@ def test_an_xid_ends_with_the_boot(watched):
 def test_who_removes_the_taint_has_looked_after_an_xid(watched):
     api = Api()
     watch = watched(api, xid__0=31, xid__1=74)
+    watch.round()
     watch.wait(0.05)
     # Of several in the time of a round, each is waited for.
     watch.wait(0.05)
@@ -151,6 +158,25 @@ def test_who_removes_the_taint_has_looked_after_an_xid(watched):
     api.node["spec"]["taints"] = list(OTHERS)
     watch.round()
     assert api.taint is None and api.condition == ("False", "GpusHealthy")
+
+
+def test_who_removes_the_taint_has_not_looked_after_an_xid_that_came_since(watched):
+    api = Api()
+    watch = watched(api, xid__0=74)
+    watch.round()
+    watch.wait(0.05)
+    watch.round()
+    assert api.taint.startswith("gpu-0.xid-74")
+    watched.change(xid__0=74, xid__1=79)
+    watch.wait(0.05)
+    # Neither has who removes it while the node cannot be told of the new one.
+    api.refuses = True
+    with pytest.raises(ApiError):
+        watch.round()
+    api.refuses = False
+    api.node["spec"]["taints"] = list(OTHERS)
+    watch.round()
+    assert api.taint.startswith("gpu-1.xid-79")
 
 
 def test_a_state_taints_again_whoever_removes_it(watched):
@@ -182,7 +208,7 @@ def test_changes_of_others_are_kept(watched):
     ("labels", "taint"),
     [
         ({"nvidia.com/gpu.count": "2"}, None),
-        ({"nvidia.com/gpu.count": "8"}, "gpu-2.missing"),
+        ({"nvidia.com/gpu.count": "8"}, "gpu-2.missing-8"),
         # Then it counts slices.
         ({"nvidia.com/gpu.count": "14", "nvidia.com/mig.strategy": "single"}, None),
     ],
@@ -191,3 +217,71 @@ def test_the_number_of_gpus_is_that_of_feature_discovery(watched, labels, taint)
     api = Api(labels=labels)
     watched(api).round()
     assert api.taint == taint
+
+
+def test_a_missing_gpu_is_missed_until_it_is_back_whatever_feature_discovery_counts_then(watched):
+    api = Api(labels={"nvidia.com/gpu.count": "4"})
+    watched(api).round()
+    assert api.taint == "gpu-2.missing-4"
+    # After a reboot one of them is back, and the label says what is there.
+    api.node["metadata"]["labels"]["nvidia.com/gpu.count"] = "3"
+    watch = watched(api, gpus=3, boot=NEXT_BOOT)
+    for _ in range(RECOVERY_ROUNDS + 1):
+        watch.round()
+    assert api.taint == "gpu-3.missing-4"
+    api.node["spec"]["taints"] = list(OTHERS)
+    watch.round()
+    assert api.taint is None
+    api.node["spec"]["taints"] = [*OTHERS, {"key": TAINT, "value": "gpu-3.missing-4", "effect": "NoSchedule"}]
+    watch = watched(api, gpus=4, boot=NEXT_BOOT)
+    for _ in range(RECOVERY_ROUNDS):
+        watch.round()
+    assert api.taint is None
+
+
+def test_a_driver_that_does_not_work_is_a_fault_until_it_does_and_xids_stay(watched):
+    api = Api()
+    watch = watched(api, xid__1=79)
+    watch.round()
+    watch.wait(0.05)
+    watch.round()
+    # The pod is started anew, and the driver with it.
+    watch = watched(api, init=9)
+    watch.round()
+    watch.wait(0.01)
+    watch.round()
+    assert watch.blind_rounds == 2 and api.taint.startswith("gpu-1.xid-79") and "Driver Not Loaded" in api.events[-1][2]
+    assert watch.value("strata_node_gpu_faults", gpu="0", kind="lost") == 1
+    assert watch.value("strata_node_gpus_healthy") == 0 and watch.value("strata_node_gpus_checked_timestamp_seconds")
+    watched.change()
+    watch.round()
+    assert watch.blind_rounds == 0 and "Driver" not in api.events[-1][2] and api.taint.startswith("gpu-1.xid-79")
+
+
+def test_a_driver_that_fails_while_it_is_waited_for_is_opened_anew(watched, capsys):
+    api = Api()
+    watch = watched(api)
+    watch.round()
+    watched.change(wait=999, init=9)
+    watch.wait(0.01)
+    assert "XIDs cannot be waited for: nvmlEventSetWait_v2: Unknown Error" in capsys.readouterr().out
+    watch.round()
+    assert api.taint == "gpu-0.lost"
+
+
+def test_a_gpu_whose_xids_are_not_seen_is_named(watched, capsys):
+    watched(Api(), register__1=3).round()
+    assert "GPU 1: XIDs are not seen: nvmlDeviceRegisterEvents" in capsys.readouterr().out
+
+
+def test_what_is_seen_is_in_the_metrics_though_the_node_cannot_be_told(watched):
+    api = Api()
+    api.refuses = True
+    watch = watched(api, ecc__1=2)
+    with pytest.raises(ApiError, match="may not"):
+        watch.round()
+    assert watch.value("strata_node_gpu_faults", gpu="1", kind="ecc") == 1
+    assert watch.value("strata_node_gpus_checked_timestamp_seconds") == 0
+    api.refuses = False
+    watch.round()
+    assert watch.value("strata_node_gpus_checked_timestamp_seconds") > 0 and api.taint == "gpu-1.ecc"

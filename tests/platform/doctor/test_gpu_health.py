@@ -41,7 +41,7 @@ def test_healthy_gpus_have_no_fault(machine):
     assert faults(gpus, expected=8) == []
     assert [gpu.index for gpu in gpus] == list(range(8))
     first = gpus[0]
-    assert (first.name, first.links, first.pcie_width, first.uncorrected_errors) == ("NVIDIA Fake", 18, 16, 0)
+    assert (first.links, first.pcie_width, first.uncorrected_errors) == (18, 16, 0)
 
 
 @pytest.mark.parametrize(

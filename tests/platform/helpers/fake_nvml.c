@@ -2,7 +2,8 @@
  *
  * FAKE_NVML names the file. Each of its lines is "NAME NUMBER" or "NAME.GPU NUMBER"; what it does not have is not
  * supported. Names: gpus, init (an error of nvmlInit), error (of every function), ecc, pending, failed, slowdown, width,
- * width_max, links (of 18), recoveries. Each "xid.GPU NUMBER" comes once, in its order.
+ * width_max, links (of 18), recoveries, register and wait (errors of these). Each "xid.GPU NUMBER" comes
+ * once to a set of events, in its order.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -67,10 +68,6 @@ API int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) {
   look("handle", (int)index, &code);
   return (int)code;
 }
-API int nvmlDeviceGetName(void *device, char *name, unsigned length) {
-  snprintf(name, length, "NVIDIA Fake");
-  return error_of(device);
-}
 API int nvmlDeviceGetTotalEccErrors(void *device, int type, int counter, unsigned long long *count) {
   return type == 1 && counter == 0 ? large(device, "ecc", count) : 2;
 }
@@ -99,18 +96,22 @@ API int nvmlDeviceGetNvLinkState(void *device, unsigned link, int *is_active) {
 API int nvmlDeviceGetNvLinkErrorCounter(void *device, unsigned link, int counter, unsigned long long *value) {
   return link == 0 && counter == 1 ? large(device, "recoveries", value) : 3;
 }
-API int nvmlEventSetCreate(void **set) { return *set = &xids_told, 0; }
+API int nvmlEventSetCreate(void **set) { return xids_told = 0, *set = &xids_told, 0; }
 API int nvmlEventSetFree(void *set) { return set == &xids_told ? 0 : 2; }
 API int nvmlDeviceRegisterEvents(void *device, unsigned long long types, void *set) {
-  return types == 8 && set == &xids_told ? error_of(device) : 2;
+  unsigned long long code = 0;
+  if (types != 8 || set != &xids_told) return 2;
+  look("register", gpu_of(device), &code);
+  return code ? (int)code : error_of(device);
 }
 
 struct event { void *device; unsigned long long type, data; unsigned gpu_instance, compute_instance; };
 
 API int nvmlEventSetWait_v2(void *set, struct event *event, unsigned milliseconds) {
   char found[64];
-  unsigned long long number;
+  unsigned long long number, code = 0;
   int seen = 0;
+  if (look("wait", -1, &code)) return (int)code;
   FILE *file = fopen(getenv("FAKE_NVML"), "r");
   while (file && fscanf(file, "%63s %llu", found, &number) == 2)
     if (!strncmp(found, "xid.", 4) && seen++ == xids_told) {
