@@ -20,10 +20,20 @@ def frameworks(configurations: Iterable[Mapping[str, Any]]) -> list[str]:
     return [name for found in configurations for name in (found.get("integrations") or {}).get("frameworks") or []]
 
 
+def condition_of(item: Mapping[str, Any], kind: str) -> dict[str, Any] | None:
+    """The condition of this type, if the object has it."""
+    conditions: Sequence[dict[str, Any]] = (item.get("status") or {}).get("conditions") or []
+    return next((condition for condition in conditions if condition["type"] == kind), None)
+
+
+def is_true(item: Mapping[str, Any], kind: str) -> bool:
+    """Whether the object has the condition of this type, and it is true."""
+    return (condition_of(item, kind) or {}).get("status") == "True"
+
+
 def why_inactive(queue: Mapping[str, Any]) -> str | None:
     """Why a LocalQueue or ClusterQueue admits nothing; None if it is active."""
-    conditions: Sequence[Mapping[str, Any]] = (queue.get("status") or {}).get("conditions") or []
-    active = next((condition for condition in conditions if condition["type"] == "Active"), None)
+    active = condition_of(queue, "Active")
     if active is None:
         return "Kueue has not reported its status; is Kueue running?"
     return None if active["status"] == "True" else f"{active.get('reason')}: {active.get('message')}"

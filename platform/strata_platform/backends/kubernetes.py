@@ -23,8 +23,8 @@ from strata_platform.backends.kubernetes_objects import (
     WORKLOADS,
     Namespace,
     RunStatus,
-    condition_of,
     index_of,
+    is_given_up,
     is_of,
     is_over_time,
     labels_of,
@@ -35,9 +35,10 @@ from strata_platform.backends.pod_progress import PodProgress, reported, with_re
 from strata_platform.backends.run_state import RESUBMIT
 from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound, SpecError
 from strata_platform.estimate.gpus import Gpu
+from strata_platform.kubernetes_answers import condition_of
 from strata_platform.kubernetes_api import ApiError, Object
 from strata_platform.owner import owner_of_account, this_user
-from strata_platform.pod_settings import GPU, QUEUE, SPEC, TIME_LIMIT, check_pods
+from strata_platform.pod_settings import GPU, QUEUE, SPEC, check_pods
 from strata_platform.run_layout import RunLayout
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run, Stage
 
@@ -53,6 +54,10 @@ IMAGE = "strata/image"
 """Annotation of a pod template: the image of runs without one."""
 
 _OVER_TIME = "it held its machines for longer than resources.time_limit and the time of a start; raise time_limit"
+_GIVEN_UP = (
+    "Kueue has given it up ({}): its pods did not start, or an admission check rejects it; 'strata events' has the "
+    "reason: mend that, then submit it again"
+)
 # Accounts of programs, which may submit for a person. The chart's policy of owners says the same.
 _SHARED, _OWNER = "system:serviceaccount:", "STRATA_OWNER"
 # Seconds for Kueue to notice a new JobSet.
@@ -89,11 +94,12 @@ class KubernetesBackend:
 
     def me(self) -> str:
         """The account that Kubernetes knows this client by. One that many share may name a person in STRATA_OWNER."""
-        try:
-            username = self._namespace().api.account()
-        except ApiError as error:
-            log.warning("who you are for Kubernetes is not known, and your name here is taken: %s", error)
-            return this_user()
+        with translated_errors("to say who you are"):
+            try:
+                username = self._namespace().api.account()
+            except ApiError as error:
+                log.warning("who you are for Kubernetes is not known, and your name here is taken: %s", error)
+                return this_user()
         if username.startswith(_SHARED) and _OWNER in os.environ:
             return this_user()
         if (own := owner_of_account(username)) != os.environ.get(_OWNER, own):
@@ -205,10 +211,15 @@ class KubernetesBackend:
         """The newest JobSet of this name, with what its pods report."""
         return self._detailed(self._newest(name))
 
-    def _run(self, job: Object, pods: Sequence[Object] | None = None) -> Run:
-        """The run as its JobSet shows it. `pods`: its pods, if they are known."""
+    def _runs(self, jobs: Sequence[Object]) -> list[Run]:
+        """The runs as their JobSets show them. The workloads of those that are suspended are listed once."""
+        workloads = self._namespace().list(WORKLOADS) if any(map(_may_be_given_up, jobs)) else ()
+        return [self._run(job, workloads=workloads) for job in jobs]
+
+    def _run(self, job: Object, pods: Sequence[Object] | None = None, workloads: Sequence[Object] | None = None) -> Run:
+        """The run as its JobSet shows it. `pods`, `workloads`: its own, and the namespace's, if they are known."""
         name = job["metadata"]["name"]
-        phase, message, ended = self._end(job, pods)
+        phase, message, ended = self._end(job, pods, workloads)
         begun = [pod["status"]["startTime"] for pod in pods or () if "startTime" in pod["status"]]
         return Run(
             name=labels_of(job)[NAME],
@@ -223,34 +234,37 @@ class KubernetesBackend:
             where=f"{self._where}/jobsets/{name}",
         )
 
-    def _end(self, job: Object, pods: Sequence[Object] | None) -> tuple[Phase, str, float | None]:
+    def _end(
+        self, job: Object, pods: Sequence[Object] | None, workloads: Sequence[Object] | None
+    ) -> tuple[Phase, str, float | None]:
         """The phase, as far as the JobSet shows it, with the reason and time of its end."""
         for kind, phase in (("Completed", Phase.SUCCEEDED), ("Failed", Phase.FAILED)):
             condition = condition_of(job, kind)
             if condition is not None and condition["status"] == "True":
                 said = "" if phase is Phase.SUCCEEDED else (_last_words(pods or ()) or condition.get("message", ""))
                 return phase, said, _seconds(condition["lastTransitionTime"])
-        if (stopped := self._stopped(job)) is None:
+        if (stopped := self._stopped(job, workloads)) is None:
             return Phase.RUNNING, "", None
         left = self._namespace().pods(job["metadata"]["name"]) if pods is None else pods
         if any(pod["status"].get("phase") in ("Pending", "Running") for pod in left):
-            why = "canceled" if stopped[0] is Phase.ABORTED else "out of time"
+            why = "canceled" if stopped[0] is Phase.ABORTED else "given up by Kueue"
             return Phase.RUNNING, f"{why}; its pods are ending", None
         return stopped
 
-    def _stopped(self, job: Object) -> tuple[Phase, str, float] | None:
-        """The end of a run that somebody canceled, or that Kueue took its machines from for good.
+    def _stopped(self, job: Object, workloads: Sequence[Object] | None) -> tuple[Phase, str, float] | None:
+        """The end of a run that somebody canceled, or that Kueue has given up.
 
         Its JobSet is merely suspended.
         """
         annotations = job["metadata"].get("annotations") or {}
         if (canceled := annotations.get(CANCELED)) is not None:
             return Phase.ABORTED, annotations.get(CAUSE, f"canceled; {RESUBMIT}"), float(canceled)
-        if TIME_LIMIT in labels_of(job) and job["spec"].get("suspend"):
-            for workload in self._namespace().list(WORKLOADS):
-                if is_of(workload, {job["metadata"]["uid"]}) and is_over_time(workload):
+        if _may_be_given_up(job):
+            for workload in self._namespace().list(WORKLOADS) if workloads is None else workloads:
+                if is_of(workload, {job["metadata"]["uid"]}) and is_given_up(workload):
                     evicted = condition_of(workload, "Evicted") or {}
-                    return Phase.FAILED, _OVER_TIME, _seconds(evicted["lastTransitionTime"])
+                    why = _OVER_TIME if is_over_time(workload) else _GIVEN_UP.format(evicted.get("message", ""))
+                    return Phase.FAILED, why, _seconds(evicted["lastTransitionTime"])
         return None
 
     def _detailed(self, job: Object) -> Run:
@@ -321,7 +335,14 @@ class KubernetesBackend:
     def hopeless(self, before: datetime) -> dict[str, Object]:
         """Workloads of JobSets that wait since `before` or longer and can never be admitted, by JobSet."""
         found = self._namespace().hopeless(before)
-        return {name: workload for name, workload in found.items() if not self._run(self._fetch(name)).is_done}
+        return {name: workload for name, workload in found.items() if self._waits(name)}
+
+    def _waits(self, name: str) -> bool:
+        """Whether the JobSet `name` has not ended. One that was removed meanwhile has."""
+        try:
+            return not self._run(self._fetch(name)).is_done
+        except RunNotFound:
+            return False
 
     def end(self, name: str, cause: str) -> None:
         """Suspend the JobSet `name` for good, and tell this cause of it."""
@@ -368,8 +389,8 @@ class KubernetesBackend:
 
     def records(self, since: float) -> Iterator[tuple[Run, Mapping[str, Any] | None]]:
         """The records of the newest JobSet of each run, from the logs of pods that still exist."""
-        for job in self._newest_of_each().values():
-            run = self._run(job)
+        jobs = list(self._newest_of_each().values())
+        for job, run in zip(jobs, self._runs(jobs), strict=True):
             if (run.submitted or 0.0) >= since:
                 pods = self._namespace().pods(job["metadata"]["name"]) if run.phase is Phase.SUCCEEDED else ()
                 yield run, self._record(pods)
@@ -378,7 +399,7 @@ class KubernetesBackend:
         """The newest runs, each as its newest JobSet, with the stage of those that have not ended."""
         jobs = [job for job in self._newest_of_each().values() if owner in (None, labels_of(job).get(OWNER, ""))]
         jobs = jobs[:limit]
-        runs = [self._run(job) for job in jobs]
+        runs = self._runs(jobs)
         names = {run.name: job["metadata"]["name"] for run, job in zip(runs, jobs, strict=True) if not run.is_done}
         statuses: Mapping[str, RunStatus] = self._namespace().statuses(names.values()) if names else {}
         return [with_status(run, statuses[names[run.name]]) if run.name in names else run for run in runs]
@@ -398,6 +419,11 @@ def _spec_of(job: Object) -> RunSpec:
     (inner,) = job["spec"]["replicatedJobs"]
     variables = inner["template"]["spec"]["template"]["spec"]["containers"][0]["env"]
     return load_spec(next(each["value"] for each in variables if each["name"] == SPEC))
+
+
+def _may_be_given_up(job: Object) -> bool:
+    """Whether Kueue holds a JobSet back; one that it has given up is merely suspended."""
+    return QUEUE in labels_of(job) and bool(job["spec"].get("suspend"))
 
 
 def _made(job: Object) -> tuple[str, int]:

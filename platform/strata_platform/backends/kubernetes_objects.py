@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from strata_platform.backends.api_errors import translated_errors
 from strata_platform.errors import BackendError
+from strata_platform.kubernetes_answers import condition_of, is_true
 from strata_platform.kubernetes_api import Access, ApiError, KubernetesApi, Object, items_if_installed
 from strata_platform.queue_shares import CONFIG_MAP, KEY, Shares
 from strata_platform.runs import Event, Stage
@@ -36,8 +37,9 @@ _STAGES = {
     "tasks-prepare": Stage.PREPARING,
     FINISH: Stage.EVALUATING,
 }
-# Kueue's reason when it has taken out a workload that held its machines for too long.
-_OVER_TIME = "DeactivatedDueToMaximumExecutionTimeExceeded"
+# Kueue's reasons when it has given up a workload: how all begin, and that of one that held its machines for too long.
+# Others are ...RequeuingLimitExceeded and ...AdmissionCheck. After a person's change the reason is Deactivated.
+_GIVEN_UP, _OVER_TIME = "DeactivatedDueTo", "DeactivatedDueToMaximumExecutionTimeExceeded"
 # What Kueue says of a flavor whose whole quota is too small, and of one that is merely used by others.
 _NEVER, _LATER = "> maximum capacity", "unused quota"
 _TRAINING = re.compile(r"tasks-topology-train-(\d+)x(\d+)$")
@@ -228,9 +230,9 @@ def _pending(pod: Object) -> RunStatus:
     if pod["spec"].get("schedulingGates"):
         # Kueue gates a pod until it has made its workload.
         return RunStatus(Stage.WAITING)
-    for condition in status.get("conditions") or []:
-        if condition["type"] == "PodScheduled" and condition["status"] != "True":
-            return RunStatus(Stage.ADMITTED, f"{name}: {condition.get('message') or condition.get('reason')}")
+    scheduled = condition_of(pod, "PodScheduled")
+    if scheduled is not None and scheduled["status"] != "True":
+        return RunStatus(Stage.ADMITTED, f"{name}: {scheduled.get('message') or scheduled.get('reason')}")
     for container in status.get("containerStatuses") or []:
         waiting = (container.get("state") or {}).get("waiting") or {}
         if waiting.get("message"):
@@ -254,20 +256,24 @@ def _in_queue(workload: Object, workloads: Iterable[Object]) -> RunStatus:
 
 def is_hopeless(workload: Object) -> bool:
     """Whether a waiting workload can never be admitted: no flavor's whole quota is large enough, as Kueue says, or it
-    is over its time.
+    has given the workload up.
     """
     message = (condition_of(workload, "QuotaReserved") or {}).get("message", "")
-    return _is_waiting(workload) and (is_over_time(workload) or (_NEVER in message and _LATER not in message))
+    return _is_waiting(workload) and (is_given_up(workload) or (_NEVER in message and _LATER not in message))
+
+
+def is_given_up(workload: Object) -> bool:
+    """Whether Kueue has taken a workload out of its queue for good. One that somebody has taken out is not meant."""
+    return workload["spec"].get("active") is False and _evicted(workload).startswith(_GIVEN_UP)
 
 
 def is_over_time(workload: Object) -> bool:
-    """Whether Kueue has taken a workload out of its queue because it held its machines for too long. One that somebody
-    has taken out is not meant.
-    """
-    return (
-        workload["spec"].get("active") is False
-        and (condition_of(workload, "Evicted") or {}).get("reason") == _OVER_TIME
-    )
+    """Whether Kueue has given a workload up because it held its machines for too long."""
+    return is_given_up(workload) and _evicted(workload) == _OVER_TIME
+
+
+def _evicted(workload: Object) -> str:
+    return str((condition_of(workload, "Evicted") or {}).get("reason", ""))
 
 
 def waits_since(workload: Object) -> datetime:
@@ -288,16 +294,7 @@ def is_of(workload: Object, mine: set[str]) -> bool:
 
 
 def _is_waiting(workload: Object) -> bool:
-    def is_true(kind: str) -> bool:
-        return (condition_of(workload, kind) or {}).get("status") == "True"
-
-    return not is_true("Finished") and not is_true("Admitted")
-
-
-def condition_of(workload: Object, kind: str) -> Object | None:
-    """The condition of this type, if the workload has it."""
-    conditions: list[Object] = workload.get("status", {}).get("conditions") or []
-    return next((condition for condition in conditions if condition["type"] == kind), None)
+    return not is_true(workload, "Finished") and not is_true(workload, "Admitted")
 
 
 def _event(item: Mapping[str, Any]) -> Event:

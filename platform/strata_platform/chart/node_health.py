@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 from urllib3.exceptions import HTTPError
 
-from strata_platform.backends.kubernetes_objects import condition_of
 from strata_platform.chart.value_fields import duration
 from strata_platform.doctor.gpu_health import CONDITION, Fault, driver_fault, faults, xid_fault
 from strata_platform.doctor.nvml import Nvml, NvmlError, NvmlMissing, Xid
+from strata_platform.kubernetes_answers import condition_of
 from strata_platform.kubernetes_api import Access, ApiError, KubernetesApi, Object
 
 if TYPE_CHECKING:

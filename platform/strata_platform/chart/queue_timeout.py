@@ -17,9 +17,10 @@ from strata_platform.backends.api_errors import translated_errors
 from strata_platform.backends.flyte_admin import FlyteAdmin
 from strata_platform.backends.flyte_config import FlyteConfig
 from strata_platform.backends.kubernetes import KubernetesBackend
-from strata_platform.backends.kubernetes_objects import Namespace, condition_of, is_over_time
+from strata_platform.backends.kubernetes_objects import Namespace, is_given_up, is_over_time
 from strata_platform.chart.value_fields import duration
-from strata_platform.errors import BackendError, StrataError
+from strata_platform.errors import BackendError, RunNotFound, StrataError
+from strata_platform.kubernetes_answers import condition_of
 from strata_platform.kubernetes_api import Object
 
 VARIABLE = "STRATA_QUEUE_TIMEOUT"
@@ -76,6 +77,9 @@ def end_hopeless_runs(settings: Settings, now: datetime) -> Iterator[str]:
             try:
                 with translated_errors(f"to end {execution}"):
                     end(execution, cause)
+            except RunNotFound:
+                # Somebody has removed it meanwhile.
+                continue
             except StrataError as error:
                 failed.append(error)
                 continue
@@ -99,9 +103,10 @@ def _origins(settings: Settings) -> Iterator[tuple[str, Find, End]]:
 def _cause(workload: Object) -> str:
     """Why a run waits for ever, and the way out."""
     queue = workload["spec"].get("queueName")
-    if is_over_time(workload):
+    if is_given_up(workload):
         why = (condition_of(workload, "Evicted") or {}).get("message", "")
-        return f"Kueue has taken the run out of queue {queue} ({why}); raise resources.time_limit; it has waited"
+        way = "raise resources.time_limit" if is_over_time(workload) else "look at the events of its pods and nodes"
+        return f"Kueue has taken the run out of queue {queue} ({why}); {way}; it has waited"
     why = (condition_of(workload, "QuotaReserved") or {}).get("message", "")
     return f"no quota of queue {queue} is large enough ({why}); ask for less, or for a larger quota; it has waited"
 

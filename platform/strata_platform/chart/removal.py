@@ -18,8 +18,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from strata_platform.backends.kubernetes_objects import condition_of
 from strata_platform.chart.keep_kinds import KEEP
+from strata_platform.kubernetes_answers import is_true
 from strata_platform.kubernetes_api import Access, ApiError, KubernetesApi, Object, items_if_installed
 
 VARIABLE = "STRATA_REMOVAL"
@@ -235,7 +235,7 @@ def _has_ended(pod: Object) -> bool:
 def _admitted_by(workload: Object) -> str | None:
     """The cluster queue whose quota a workload holds."""
     found: str | None = (workload.get("status", {}).get("admission") or {}).get("clusterQueue")
-    return None if (condition_of(workload, "Finished") or {}).get("status") == "True" else found
+    return None if is_true(workload, "Finished") else found
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from strata_platform.backends.job_set import CANCELED
 from strata_platform.backends.kubernetes_objects import FLYTE, JOB_SET
 from strata_platform.chart.value_fields import duration
 from strata_platform.file_io import LockTimeout, acquire_lock
+from strata_platform.kubernetes_answers import condition_of
 from strata_platform.kubernetes_api import Access, ApiError, KubernetesApi, Object, items_if_installed
 from strata_platform.run_layout import RunLayout
 
@@ -207,9 +208,10 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _job_ended(job: Object) -> datetime | None:
     ended = job.get("status", {}).get("completionTime")
-    for condition in job.get("status", {}).get("conditions") or []:
+    for kind in ("Failed", "Completed"):
         # JobSet says Completed, and has no completionTime.
-        if condition["type"] in ("Failed", "Completed") and condition["status"] == "True":
+        condition = condition_of(job, kind)
+        if condition is not None and condition["status"] == "True":
             ended = ended or condition["lastTransitionTime"]
     if not ended and (canceled := (job["metadata"].get("annotations") or {}).get(CANCELED)):
         return datetime.fromtimestamp(float(canceled), UTC)

@@ -17,7 +17,15 @@ from strata_platform.doctor.cluster_reader import TENANT, ClusterReader, images_
 from strata_platform.doctor.finding import Check, Finding, StopChecking, ok, problem, skipped, warning
 from strata_platform.doctor.gpu_health import CONDITION
 from strata_platform.doctor.network_policies import JOB_LABEL, JOB_SET_LABEL, rendezvous
-from strata_platform.kubernetes_answers import JOBSET, PYTORCHJOB, TASK_LIMITS, access_review, frameworks, why_inactive
+from strata_platform.kubernetes_answers import (
+    JOBSET,
+    PYTORCHJOB,
+    TASK_LIMITS,
+    access_review,
+    condition_of,
+    frameworks,
+    why_inactive,
+)
 from strata_platform.quantity import parse_quantity
 
 _PROJECT, _DOMAIN = "strata/project", "strata/domain"
@@ -262,8 +270,7 @@ def _gpu_nodes(cluster: ClusterReader) -> Finding:
     sick = [
         (node["metadata"]["name"], condition["message"])
         for node in nodes
-        for condition in node["status"].get("conditions") or []
-        if (condition["type"], condition["status"]) == (CONDITION, "True")
+        if (condition := condition_of(node, CONDITION)) is not None and condition["status"] == "True"
     ]
     if sick:
         return problem(

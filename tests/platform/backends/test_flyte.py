@@ -126,6 +126,7 @@ def test_a_run_that_no_quota_admits_is_ended_after_the_time_it_may_wait(client, 
 
 # As Kueue 0.19 makes it of its reason "Deactivated" and the cause.
 OVER_TIME = "DeactivatedDueToMaximumExecutionTimeExceeded"
+GIVEN_UP = "DeactivatedDueToRequeuingLimitExceeded"
 
 
 def test_a_run_that_kueue_has_taken_out_of_its_queue_is_ended(client, admin, kubernetes, monkeypatch):
@@ -151,6 +152,10 @@ def test_a_run_that_kueue_has_taken_out_of_its_queue_is_ended(client, admin, kub
     (said,) = queue_timeout.end_hopeless_runs(settings, datetime(2026, 11, 22, 3, tzinfo=UTC))
     assert "exceeding the maximum execution time" in said and "raise resources.time_limit" in said
     assert client.get("slow").phase is Phase.ABORTED
+    # Also where its pods did not start.
+    inactive["status"]["conditions"][1] |= {"reason": GIVEN_UP, "message": "exceeding the maximum number of retries"}
+    (said,) = queue_timeout.end_hopeless_runs(settings, datetime(2026, 11, 22, 3, tzinfo=UTC))
+    assert "exceeding the maximum number of retries); look at the events of its pods" in said
 
 
 def test_a_run_that_cannot_be_ended_keeps_no_other_from_it(client, kubernetes, monkeypatch):

@@ -9,6 +9,7 @@ from urllib.parse import parse_qs, urlparse
 
 import pytest
 from typer.testing import CliRunner
+from urllib3.exceptions import HTTPError
 
 from strata_platform.backends.kubernetes import KubernetesBackend
 from strata_platform.chart import queue_timeout
@@ -35,6 +36,9 @@ class Server(Kubernetes):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body["kind"] == "SelfSubjectReview" and self.server.account is None:
+            self.close_connection = True
+            return None
         if body["kind"] == "SelfSubjectReview":
             status, username = self.server.account
             return self.answer(status, {"status": {"userInfo": {"username": username}}, "message": "you may not"})
@@ -61,6 +65,7 @@ class Server(Kubernetes):
         self.answer(200, {})
 
     def do_GET(self):
+        self.server.paths.append(self.path)
         match urlparse(self.path).path.split("/")[-2:]:
             case ["podtemplates", name]:
                 found = self.server.content["podtemplates"].get(name)
@@ -75,7 +80,11 @@ class Server(Kubernetes):
                 ]
                 self.answer(200, {"items": jobs})
             case ["jobsets", name]:
-                found = [job for job in self.server.content["jobsets"][1] if job["metadata"]["name"] == name]
+                found = [
+                    job
+                    for job in self.server.content["jobsets"][1]
+                    if job["metadata"]["name"] == name != self.server.hidden
+                ]
                 self.answer(200 if found else 404, found[0] if found else {"message": "there is none"})
             case _:
                 super().do_GET()
@@ -92,7 +101,9 @@ def server(kubernetes, monkeypatch):
     kubernetes.RequestHandlerClass = Server
     kubernetes.content = content() | {"jobsets": (200, []), "podtemplates": {"strata": TEMPLATE}}
     kubernetes.lost, kubernetes.changes, kubernetes.before_create = 0, [], lambda: None
-    kubernetes.account = 201, "ada"
+    # Listed, and removed when it is asked for.
+    kubernetes.hidden = None
+    kubernetes.account, kubernetes.paths = (201, "ada"), []
     monkeypatch.delenv("STRATA_OWNER", raising=False)
     return kubernetes
 
@@ -256,6 +267,10 @@ def test_a_run_that_can_never_be_admitted_is_ended_with_the_reason(server, runs)
     waiting = [workload(name, owner=f"uid-{number}", QuotaReserved=never) for number, name in enumerate(names)]
     # Its workload may outlive it for a while.
     end(server, "Failed")
+    # As may that of one that is removed meanwhile.
+    runs.submit(SPEC.model_copy(update={"name": "gone"}))
+    waiting.insert(0, workload("gone", owner="uid-2", QuotaReserved=never))
+    server.hidden = "gone"
     server.content["workloads"] = (200, waiting)
     tenant = {"namespace": NAMESPACE, "project": "p", "domain": "d", "job_sets": True}
     # No Flyte is asked: there is none.
@@ -320,8 +335,8 @@ def test_progress_and_record_are_those_that_rank_0_reports(server, runs):
 
 
 def test_a_run_that_waits_says_so(server, runs):
-    limit = SPEC.resources.model_copy(update={"time_limit": 60})
-    runs.submit(SPEC.model_copy(update={"resources": limit}))
+    asked = SPEC.resources.model_copy(update={"time_limit": 60, "queue": "research"})
+    runs.submit(SPEC.model_copy(update={"resources": asked}))
     waits = workload("jobset-bot", owner="uid-0", QuotaReserved={"status": "False", "message": "no quota"})
     server.content["workloads"] = (200, [waits])
     for run in (runs.get("bot"), *runs.list()):
@@ -339,6 +354,38 @@ def test_a_run_that_waits_says_so(server, runs):
     # It has ended for every verb.
     assert list(runs.logs("bot", follow=True)) == []
     assert runs.submit(SPEC).where.endswith("/bot-x2")
+
+
+@pytest.mark.parametrize("reason", ["RequeuingLimitExceeded", "AdmissionCheck"])
+def test_a_run_that_kueue_has_given_up_has_failed(server, runs, reason):
+    resources = SPEC.resources.model_copy(update={"queue": "research"})
+    for name in ("bot", "other"):
+        runs.submit(SPEC.model_copy(update={"name": name, "resources": resources}))
+    said = "exceeding the maximum number of re-queuing retries"
+    evicted = {"status": "True", "reason": f"DeactivatedDueTo{reason}", "message": said,
+               "lastTransitionTime": "2026-11-22T02:00:00Z"}  # fmt: skip
+    given_up = [workload(f"jobset-{number}", owner=f"uid-{number}", Evicted=evicted) for number in range(2)]
+    for job, each in zip(server.content["jobsets"][1], given_up, strict=True):
+        job["spec"]["suspend"], each["spec"]["active"] = True, False
+    server.content["workloads"] = (200, given_up)
+    run = runs.wait("bot", timeout=1)
+    assert run.phase is Phase.FAILED and said in run.message and run.ended - run.submitted == 7200
+    read = server.paths = []
+    assert [each.phase for each in runs.list()] == [Phase.FAILED] * 2
+    assert sum("workloads" in path for path in read) == 1, "of all runs at once"
+    # A person's change may be taken back.
+    for each in given_up:
+        each["status"]["conditions"][0]["reason"] = "Deactivated"
+    assert runs.get("bot").phase is Phase.QUEUED
+
+
+def test_of_a_cluster_that_does_not_answer_there_is_an_error_and_no_traceback(server, runs, monkeypatch):
+    runs.submit(SPEC)
+    monkeypatch.setenv("STRATA_BACKEND", "kubernetes")
+    server.account = None
+    done = CliRunner().invoke(app, ["list", "--mine"])
+    assert done.exit_code == 1 and "Kubernetes does not answer the request to say who you are" in done.output
+    assert not isinstance(done.exception, ConnectionError | HTTPError)
 
 
 def test_outputs_on_a_volume_that_is_not_mounted_here_are_not_copied(server, runs, tmp_path):
