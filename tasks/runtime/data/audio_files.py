@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from math import ceil, gcd
+from math import ceil, gcd, inf
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,11 @@ Samples = npt.NDArray[np.float32]
 # Seconds of an audio at least: models of less have no token for it, or take it for a text without one.
 SHORTEST = 0.1
 # Samples of all channels of an audio at most: 512 MiB as floats.
-_LARGEST = 1 << 27
+_MOST_SAMPLES = 1 << 27
+# Samples that a good MP3 may lack: of one of its frames.
+_MP3_FRAME = 1152
+# A program that writes to a pipe does not know the size of what it writes, and gives one of these or more.
+_UNKNOWN_SIZE = 0xFFFFFF00
 _RATES = (1_000, 768_000)
 # How a file of another format begins.
 _BEGINNINGS = ((b"fLaC", "FLAC"), (b"OggS", "Ogg"), (b"ID3", "MP3"), (b"FORM", "AIFF"))
@@ -75,11 +79,10 @@ class AudioReader:
     def __init__(self, data: Data, counts: MediaCounts | None, *, rate: int, longest: float | None) -> None:
         self._data, self._rate = data, rate
         self.counts = counts or MediaCounts()
-        limits = [(data.audio_max_seconds, "data.audio_max_seconds {:g}")]
-        limits.append((longest, "the {:g} that the model's processor takes"))
-        given = [(most, name) for most, name in limits if most is not None]
-        self._most = min((most for most, _ in given), default=None)
-        self._limit = next((name.format(most) for most, name in given if most == self._most), "")
+        self._most, self._limit = min(
+            (data.audio_max_seconds or inf, "data.audio_max_seconds {:g}"),
+            (longest or inf, "the {:g} that the model's processor takes"),
+        )
 
     def read(self, value: object, row: Row) -> tuple[bytes, Sound]:
         """The bytes of an audio and its sound.
@@ -104,19 +107,19 @@ class AudioReader:
             raise SkippedBySize(f"{has}, fewer than data.audio_min_seconds {least:g}", "audio_length")
         if sound.seconds < SHORTEST:
             raise RowError(f"{has}, fewer than {SHORTEST} that a model needs")
-        if self._most is not None and sound.seconds > self._most:
-            content, sound = self._cut(sound, f"{has}, more than {self._limit}", self._most)
+        if sound.seconds > self._most:
+            content, sound = self._cut(sound, f"{has}, more than {self._limit.format(self._most)}")
         self.counts.read += 1
         return content, sound
 
-    def _cut(self, sound: Sound, too_long: str, most: float) -> tuple[bytes, Sound]:
+    def _cut(self, sound: Sound, too_long: str) -> tuple[bytes, Sound]:
         """The beginning of a sound that is too long, if `data.overlong` says so."""
         if self._data.overlong == "skip":
             raise SkippedBySize(too_long, "audio_length")
         if self._data.overlong == "error":
             raise ValueError(f"{too_long}; shorten it, or set data.overlong to 'skip' or 'truncate'")
         self.counts.changed += 1
-        cut = Sound(sound.samples[: int(most * sound.rate)], sound.rate)
+        cut = Sound(sound.samples[: int(self._most * sound.rate)], sound.rate)
         return wav_of(cut), cut
 
 
@@ -128,7 +131,7 @@ def open_sound(content: bytes) -> Sound:
     """The sound in the bytes of a file.
 
     Raises:
-        ValueError: it is damaged, of another format, or larger than 128 million samples.
+        ValueError: it is damaged, of another format, or of more than 134 million samples, in all channels.
         MissingPackage: it is of a format that soundfile reads, which is not installed.
     """
     if content[:4] == b"RIFF" and content[8:12] == b"WAVE":
@@ -147,27 +150,41 @@ def _read_wav(content: bytes) -> tuple[Samples, int]:
     form, at = None, 12
     while at + 8 <= len(content):
         name, size = struct.unpack_from("<4sI", content, at)
-        body, at = content[at + 8 : at + 8 + size], at + 8 + size + size % 2
-        if name == b"fmt " and len(body) >= 16:
-            kind, channels, rate, _, _, bits = struct.unpack_from("<HHIIHH", body)
-            if kind == _EXTENSIBLE and len(body) >= 26:
-                (kind,) = struct.unpack_from("<H", body, 24)
+        at, left = at + 8, len(content) - at - 8
+        if name == b"fmt " and min(size, left) >= 16:
+            kind, channels, rate, _, _, bits = struct.unpack_from("<HHIIHH", content, at)
+            if kind == _EXTENSIBLE and min(size, left) >= 26:
+                (kind,) = struct.unpack_from("<H", content, at + 24)
             form = (kind, channels, rate, bits)
         if name == b"data":
             if form is None:
                 raise ValueError("a WAV file with samples before their format")
-            # A program that writes to a pipe does not know the size.
-            if len(body) < size and size < 0xFFFFFF00:
-                raise ValueError(f"a truncated WAV file: {len(body):,} of {size:,} bytes of samples")
             kind, channels, rate, bits = form
-            return _decoded(body, kind, channels, bits), rate
+            _require_known(kind, channels, bits)
+            known = size if size < _UNKNOWN_SIZE else left
+            _require_few(known // (bits // 8 * channels), channels)
+            if left < known:
+                raise ValueError(f"a truncated WAV file: {left:,} of {size:,} bytes of samples")
+            return _decoded(content[at : at + known], kind, channels, bits), rate
+        at += size + size % 2
     raise ValueError(f"a WAV file without samples ({len(content):,} bytes)")
+
+
+def _require_known(kind: int, channels: int, bits: int) -> None:
+    if channels < 1 or (kind, bits) not in {(_PCM, 8), (_PCM, 16), (_PCM, 24), (_PCM, 32), (_FLOAT, 32), (_FLOAT, 64)}:
+        raise ValueError(f"a WAV file of format {kind} with {bits} bits and {channels} channels; give PCM or floats")
+
+
+def _require_few(samples: int, channels: int) -> None:
+    """Raise ValueError if a file promises more samples than are decoded: a small one may hold hours of silence."""
+    if samples * channels > _MOST_SAMPLES:
+        raise ValueError(
+            f"{samples:,} samples of {channels} channels, more than {_MOST_SAMPLES:,} in all; cut it into pieces"
+        )
 
 
 def _decoded(body: bytes, kind: int, channels: int, bits: int) -> Samples:
     """Samples [n, channels] from the bytes of a WAV file."""
-    if channels < 1 or (kind, bits) not in {(_PCM, 8), (_PCM, 16), (_PCM, 24), (_PCM, 32), (_FLOAT, 32), (_FLOAT, 64)}:
-        raise ValueError(f"a WAV file of format {kind} with {bits} bits and {channels} channels; give PCM or floats")
     body = body[: len(body) - len(body) % (bits // 8 * channels)]
     values: Samples
     if kind == _FLOAT:
@@ -194,18 +211,30 @@ def _read_other(content: bytes) -> tuple[Samples, int]:
         raise ValueError(f"no sound that is read: WAV, FLAC, MP3, Ogg or AIFF ({len(content):,} bytes)")
     if find_spec("soundfile") is None:
         raise MissingPackage(
-            f"is {known}, which needs the package soundfile, which is not installed: `pip install soundfile`, or "
+            f"is {known}, which needs the package soundfile, which is not installed; install strata[{AUDIO.extra}], or "
             "give WAV"
         )
+    _require_whole_form(content)
     soundfile: Any = import_module("soundfile")
     try:
         with soundfile.SoundFile(io.BytesIO(content)) as file:
-            # A small file may hold hours of silence.
-            if file.frames * file.channels > _LARGEST:
-                raise ValueError(f"{file.frames:,} samples of {file.channels} channels; cut it into pieces")
-            return file.read(dtype="float32", always_2d=True), file.samplerate
-    except RuntimeError as error:
-        raise ValueError(f"{error} ({len(content):,} bytes)") from error
+            _require_few(file.frames, file.channels)
+            samples: Samples = file.read(dtype="float32", always_2d=True)
+            # The decoder of MP3 stops without an error, that of Ogg finds no end.
+            if len(samples) + _MP3_FRAME < file.frames or not len(samples):
+                raise ValueError(f"a truncated {known} file: {len(samples):,} of {file.frames:,} samples")
+            return samples, file.samplerate
+    except soundfile.LibsndfileError as error:
+        reason = error.error_string.removeprefix("Error : ").rstrip(".")
+        raise ValueError(f"a corrupt {known} file: {reason} ({len(content):,} bytes)") from error
+
+
+def _require_whole_form(content: bytes) -> None:
+    """Raise ValueError for an AIFF file that ends early, of which libsndfile reads what there is."""
+    if content[:4] == b"FORM" and len(content) >= 8:
+        (size,) = struct.unpack_from(">I", content, 4)
+        if len(content) - 8 < size < _UNKNOWN_SIZE:
+            raise ValueError(f"a truncated AIFF file: {len(content):,} of {size + 8:,} bytes")
 
 
 def wav_of(sound: Sound) -> bytes:

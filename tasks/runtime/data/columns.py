@@ -139,14 +139,18 @@ _MEANINGS: dict[str, _Meaning] = {
         "says which tokens carry loss",
         "give messages with weight 0, or labels of -100, instead",
     ),
-    "images": _Meaning(_RAW, _is_given, "holds images", "give the row as a chat, by data.format 'alpaca' or messages"),
-    "audio": _Meaning(_RAW, _is_given, "holds audio", "give the row as a chat, by data.format 'alpaca' or messages"),
+    **{
+        medium.columns[0]: _Meaning(
+            _RAW, _is_given, f"holds {medium.several}", "give the row as a chat, by data.format 'alpaca' or messages"
+        )
+        for medium in MEDIA
+    },
     "videos": _Meaning((*_RAW, *CHATS), _is_given, "holds videos", "only texts, images and audio are read"),
     "functions": _Meaning(CHATS, _is_given, "holds the tools of the chat", f"rename it to {TOOLS!r}"),
     "chat_template_kwargs": _Meaning(CHATS, _is_given, "changes how the chat is rendered", "drop the column"),
 }
 _SYNONYMS = {
-    "image": "images", "audios": "audio", "video": "videos",
+    **{synonym: medium.columns[0] for medium in MEDIA for synonym in medium.columns[1:]}, "video": "videos",
     "context": "input", "system_prompt": "system", "system_message": "system",
     "kto_tag": "label", "loss": "train",
     "masks": "mask", "loss_mask": "mask", "completion_mask": "mask", "assistant_masks": "mask",

@@ -121,8 +121,8 @@ def training_loader(
     rows = data.train
     if workers is None:
         # A CPU that trains has none to spare.
-        pictured = data.manifest.has_media and processes.device.type == "cuda"
-        workers = min(_MAX_WORKERS, available_cpus() // spec.topology.nproc_per_node - 1) if pictured else 0
+        decodes_media = data.manifest.has_media and processes.device.type == "cuda"
+        workers = min(_MAX_WORKERS, available_cpus() // spec.topology.nproc_per_node - 1) if decodes_media else 0
     order = row_order(data.manifest, rows, spec.data, spec.seed)
     dataset: Dataset[Row] = rows
     steps_of_rows = 1

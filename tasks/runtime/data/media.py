@@ -15,7 +15,8 @@ class Medium:
     stand_in: a character of a private plane that stands for one in the content of a message.
     columns: of a row, under the names that they are looked for. parts: types of the parts of a content.
     values: keys of a part that may hold it. column_field, folder_field: of `data`. model: what takes it.
-    changed: what a limit does with it.
+    changed: what a limit does with it. packages: what reads any of it, beside those of all runs. extra: of Strata, with
+    all packages that read some of it.
     """
 
     name: str
@@ -27,6 +28,13 @@ class Medium:
     folder_field: str
     model: str
     changed: str
+    packages: tuple[str, ...]
+    extra: str
+
+    @property
+    def one(self) -> str:
+        """With its article, for messages."""
+        return f"{'an' if self.name[0] in 'aeiou' else 'a'} {self.name}"
 
     @property
     def several(self) -> str:
@@ -49,6 +57,8 @@ IMAGE = Medium(
     folder_field="image_folder",
     model="vision-language model",
     changed="made smaller by data.image_max_pixels",
+    packages=("pillow", "torchvision"),
+    extra="vision",
 )
 AUDIO = Medium(
     name="audio",
@@ -60,6 +70,9 @@ AUDIO = Medium(
     folder_field="audio_folder",
     model="model that takes audio",
     changed="cut",
+    # WAV needs none.
+    packages=(),
+    extra="audio",
 )
 MEDIA = (IMAGE, AUDIO)
 

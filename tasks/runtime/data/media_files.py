@@ -11,6 +11,7 @@ from strata_platform.spec.data import Data
 from tasks.runtime.data.media import Medium
 from tasks.runtime.data.media_messages import decode_base64, describe_value
 from tasks.runtime.data.rows import Row, RowError
+from tasks.runtime.process.object_store_url import url_to_fs
 
 # Bytes of a file that is read.
 _LARGEST = 1 << 27
@@ -30,22 +31,29 @@ def content_of(value: Any, medium: Medium, row: Row, data: Data) -> bytes:
     # `datasets` keeps one as its bytes, or where these are.
     if isinstance(value, dict):
         value = value.get("bytes") if value.get("bytes") is not None else value.get("path")
+    shown = f"{row.where}: {medium.name} {describe_value(value)}"
+    if not isinstance(value, bytes | str):
+        raise RowError(f"{row.where}: {medium.one} is a path, a URL or bytes, not {describe_value(value)}")
     if isinstance(value, bytes):
-        return value
-    shown = f"{medium.name} {describe_value(value)}"
-    if not isinstance(value, str):
-        article = "an" if medium.name[0] in "aeiou" else "a"
-        raise RowError(f"{row.where}: {article} {medium.name} is a path, a URL or bytes, not {describe_value(value)}")
-    try:
-        if value.startswith("data:"):
-            return _of_data_url(value)
-        return _read(_place(value, medium, row, data))
-    except RowError:
-        raise
-    # Stores' clients raise errors without a common base class.
-    except Exception as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-        raise RowError(f"{row.where}: {shown} cannot be read: {reason}") from error
+        content = value
+    elif value.startswith("data:"):
+        try:
+            content = _of_data_url(value)
+        except ValueError as error:
+            raise RowError(f"{shown} cannot be read: {error}") from error
+    else:
+        place = _place(value, medium, row, data)
+        try:
+            content = _read(place)
+        # Stores' clients raise errors without a common base class.
+        except Exception as error:
+            reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+            relative = place not in (value, value.removeprefix("file://"))
+            found = f" at {place!r}; it is relative to data.{medium.folder_field}" if relative else ""
+            raise RowError(f"{shown} cannot be read: {reason}{found}") from error
+    if len(content) > _LARGEST:
+        raise RowError(f"{shown} is larger than {_LARGEST >> 20} MiB; make it smaller")
+    return content
 
 
 def _place(value: str, medium: Medium, row: Row, data: Data) -> str:
@@ -55,7 +63,10 @@ def _place(value: str, medium: Medium, row: Row, data: Data) -> str:
     shown = f"{medium.name} {describe_value(value)}"
     if "://" in value and not value.startswith("file://"):
         if "::" in value or value.split("://", 1)[0] not in _PROTOCOLS:
-            raise RowError(f"{row.where}: {shown}: the URL begins with none of {', '.join(_PROTOCOLS)}")
+            raise RowError(
+                f"{row.where}: {shown}: the URL begins with none of {', '.join(_PROTOCOLS)}; give one that does, or a "
+                "path"
+            )
         return value
     folder = getattr(data, medium.folder_field) or row.folder
     if not folder:
@@ -83,14 +94,10 @@ def _of_data_url(value: str) -> bytes:
 
 
 def _read(place: str) -> bytes:
+    """The bytes of a file, or more than are allowed if it has more."""
     if "://" not in place:
         with open(place, "rb") as file:
-            content = file.read(_LARGEST + 1)
-    else:
-        import fsspec
-
-        with fsspec.open(place, "rb") as remote:
-            content = remote.read(_LARGEST + 1)
-    if len(content) > _LARGEST:
-        raise ValueError(f"larger than {_LARGEST >> 20} MiB")
-    return bytes(content)
+            return file.read(_LARGEST + 1)
+    filesystem, path = url_to_fs(place)
+    with filesystem.open(path, "rb") as remote:
+        return bytes(remote.read(_LARGEST + 1))

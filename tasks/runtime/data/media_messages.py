@@ -20,6 +20,12 @@ Message = dict[str, Any]
 # A key of messages: the name of a medium, and its values in order; None for one that a column has.
 _KEY = "_media"
 _STAND_INS = {medium.stand_in: medium for medium in MEDIA}
+# Keys of messages that would be lost, and the way out.
+_KEYS_BESIDE = {
+    column: f"give the {medium.several} as parts of the content, or in a column {medium.columns[0]!r} of the row"
+    for medium in MEDIA
+    for column in medium.columns
+} | {column: "videos are not supported; leave the row out" for column in ("video", "videos")}
 _PIECES = re.compile(f"([{''.join(_STAND_INS)}])")
 
 
@@ -168,6 +174,16 @@ def _first_in_question(messages: list[Message], count: int, medium: Medium, row:
     content = medium.stand_in * count + question.get("content", "")
     changed = _with_values(question, medium, [None] * count + _values(question, medium), content=content)
     return [*messages[:index], changed, *messages[index + 1 :]]
+
+
+def require_no_media_keys(message: Message, where: str) -> None:
+    """Raise RowError when a message has images, audio or videos under a key beside its content, which is not read."""
+    for key in message.keys() & _KEYS_BESIDE.keys():
+        if message[key] not in ([], ""):
+            raise RowError(
+                f"{where} has {key!r}, a key that is not read; {_KEYS_BESIDE[key]}, or name {key!r} in "
+                "data.ignore_columns"
+            )
 
 
 def require_places(message: Message, where: str) -> None:

@@ -6,7 +6,7 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from functools import cache
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,8 +27,6 @@ from tasks.runtime.process.hub import asking_hub
 
 # Sizes of images or audio whose texts are kept.
 _REMEMBERED = 4096
-# Of images, by module.
-_PACKAGES = {"PIL": "pillow", "torchvision": "torchvision"}
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
@@ -57,26 +55,37 @@ def processor_of(recipe: DataRecipe, tokenizer: PreTrainedTokenizerBase) -> Call
     return load
 
 
-def packages_of(medium: Medium) -> tuple[str, ...]:
-    """The packages that read a medium and prepare it for models, beside those of all runs."""
-    return tuple(_PACKAGES.values()) if medium is IMAGE else ()
-
-
 def require_packages(medium: Medium) -> None:
-    """Raises ValueError if the packages that read images are not installed; audio needs none."""
-    for module, package in _PACKAGES.items() if medium is IMAGE else ():
-        if find_spec(module) is None:
+    """Raises ValueError if a package that reads a medium is not installed."""
+    for package in medium.packages:
+        try:
+            version(package)
+        except PackageNotFoundError:
             raise ValueError(
-                f"the data has images, which need the package {package}, which is not installed; install "
-                "strata[vision], or name the column of images in data.ignore_columns"
-            )
+                f"the data has {medium.several}, which need the package {package}, which is not installed; install "
+                f"strata[{medium.extra}], or {_ignored(medium)}"
+            ) from None
 
 
 def saved_processor(folder: Path, tokenizer: PreTrainedTokenizerBase) -> MediaProcessor | None:
-    """The processor in a tokenizer's folder of prepared data; None if it has none."""
+    """The processor in a folder of prepared data, or of a published model; None if it has none.
+
+    Raises ValueError when it cannot be loaded.
+    """
     if not any((folder / file).is_file() for file in PROCESSOR_FILES):
         return None
-    return _read(str(folder), None, tokenizer)
+    from transformers import AutoProcessor
+
+    try:
+        processor = AutoProcessor.from_pretrained(str(folder), trust_remote_code=False)
+    # Settings of processors cause errors of any type.
+    except Exception as error:
+        way_out = "install it" if isinstance(error, ImportError) else "delete the folder, so that it is written anew"
+        raise ValueError(f"the processor in {folder} cannot be loaded: {_shown(error)}; {way_out}") from error
+    cls = _class_of(processor)
+    if cls is None:
+        raise ValueError(f"{folder} has a {type(processor).__name__}, no processor of images or audio")
+    return cls(processor, tokenizer)
 
 
 def copy_processor(source: Path, target: Path) -> None:
@@ -86,13 +95,11 @@ def copy_processor(source: Path, target: Path) -> None:
             shutil.copyfile(source / file, target / file)
 
 
-def _read(
-    name: str, revision: str | None, tokenizer: PreTrainedTokenizerBase, medium: Medium | None = None
-) -> MediaProcessor:
+def _read(name: str, revision: str | None, tokenizer: PreTrainedTokenizerBase, medium: Medium) -> MediaProcessor:
     """The processor of a model. medium: what the data has."""
     from transformers import AutoProcessor
 
-    has = medium.several if medium else "images or audio"
+    way_out = f"choose a {medium.model}, or {_ignored(medium)}"
     try:
         with asking_hub(f"model.name {name!r}"):
             processor = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=False)
@@ -100,24 +107,34 @@ def _read(
         raise
     except ImportError as error:
         raise ValueError(
-            f"the data has {has}, and the processor of model.name {name!r} needs a package that is not installed: "
-            f"{' '.join(str(error).split())[:300]}; install it, or name the column of {has} in data.ignore_columns"
+            f"the data has {medium.several}, and the processor of model.name {name!r} needs a package that is not "
+            f"installed: {_shown(error)}; install it, or {_ignored(medium)}"
         ) from error
     # Settings of processors cause errors of any type.
     except Exception as error:
-        raise ValueError(_no_processor(name, medium, " ".join(str(error).split()))) from error
-    found = next((cls for cls in _CLASSES if cls.takes(processor)), None)
-    if found is None or medium not in (None, found.medium):
-        raise ValueError(_no_processor(name, medium, f"it has a {type(processor).__name__}"))
-    return found(processor, tokenizer)
+        raise ValueError(
+            f"the data has {medium.several}, but the processor of model.name {name!r} cannot be loaded: "
+            f"{_shown(error)}; {way_out}"
+        ) from error
+    cls = _class_of(processor)
+    if cls is None or cls.medium is not medium:
+        raise ValueError(
+            f"the data has {medium.several}, but model.name {name!r} has no processor of {medium.several} (it has a "
+            f"{type(processor).__name__}); {way_out}"
+        )
+    return cls(processor, tokenizer)
 
 
-def _no_processor(name: str, medium: Medium | None, reason: str) -> str:
-    medium = medium or IMAGE
-    return (
-        f"the data has {medium.several}, but model.name {name!r} has no processor of {medium.several} "
-        f"({reason[:300]}); choose a {medium.model}, or name the column of {medium.several} in data.ignore_columns"
-    )
+def _class_of(processor: Any) -> type[MediaProcessor] | None:
+    return next((cls for cls in _CLASSES if cls.takes(processor)), None)
+
+
+def _ignored(medium: Medium) -> str:
+    return f"name the column of {medium.several} in data.ignore_columns"
+
+
+def _shown(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 class MediaProcessor(ABC):
@@ -259,8 +276,6 @@ class AudioProcessor(MediaProcessor):
     """A processor of audio, which makes a spectrum of 30 seconds of each, such as Qwen2-Audio's."""
 
     medium = AUDIO
-    # Seconds of an audio, of which the processor drops the rest.
-    _takes_longest = True
 
     @staticmethod
     def takes(processor: Any) -> bool:
@@ -268,15 +283,21 @@ class AudioProcessor(MediaProcessor):
         return all(getattr(processor, name, None) is not None for name in ("feature_extractor", "audio_token"))
 
     @property
+    def _extractor(self) -> Any:
+        return self._processor.feature_extractor
+
+    @property
     def _rate(self) -> int:
-        rate: int = self._processor.feature_extractor.sampling_rate
+        rate: int = self._extractor.sampling_rate
         return rate
+
+    def _longest(self) -> float | None:
+        """Seconds of an audio, of which the processor drops the rest."""
+        return float(self._extractor.n_samples / self._rate)
 
     def reader(self, data: Data, counts: MediaCounts) -> AudioReader:
         """Reads audio at any rate, and of no more seconds than the processor takes."""
-        extractor = self._processor.feature_extractor
-        longest = extractor.n_samples / self._rate if self._takes_longest else None
-        return AudioReader(data, counts, rate=self._rate, longest=longest)
+        return AudioReader(data, counts, rate=self._rate, longest=self._longest())
 
     def open(self, content: bytes) -> Any:
         """A sound."""
@@ -293,7 +314,7 @@ class AudioProcessor(MediaProcessor):
 
     def _size(self, opened: Any) -> Hashable:
         # Of a spectrum, the frames.
-        return -(-opened.size_at(self._rate) // self._processor.feature_extractor.hop_length)
+        return -(-opened.size_at(self._rate) // self._extractor.hop_length)
 
     def _texts(self, opened: list[Any]) -> list[str]:
         encoded = self._called([sound.at(self._rate) for sound in opened], return_text_replacement_offsets=True)
@@ -319,7 +340,6 @@ class VoxtralProcessor(AudioProcessor):
     The methods that it calls for them make the spectra here, of what Strata has read.
     """
 
-    _takes_longest = False
     # 12.5 tokens a second: the encoder halves the 100 frames, and the projector joins four.
     _FRAMES = 8
 
@@ -328,11 +348,14 @@ class VoxtralProcessor(AudioProcessor):
         """Whether it is Voxtral's."""
         return type(processor).__name__ == "VoxtralProcessor"
 
+    def _longest(self) -> float | None:
+        return None
+
     def _size(self, opened: Any) -> Hashable:
-        return -(-opened.size_at(self._rate) // self._processor.feature_extractor.n_samples)
+        return -(-opened.size_at(self._rate) // self._extractor.n_samples)
 
     def _texts(self, opened: list[Any]) -> list[str]:
-        frames = self._processor.feature_extractor.nb_max_frames
+        frames = self._extractor.nb_max_frames
         return [self.placeholder * (self._size(sound) * frames // self._FRAMES) for sound in opened]  # type: ignore[operator]
 
     def _features(self, samples: list[Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from strata_platform.spec.data import Data, TrainOn
 from tasks.runtime.data.columns import HISTORY, INPUTS, system_columns
-from tasks.runtime.data.media_messages import join_parts, medium_of_part, require_places
+from tasks.runtime.data.media_messages import join_parts, medium_of_part, require_no_media_keys, require_places
 from tasks.runtime.data.rows import Row, RowError, describe_type, require_valid_unicode
 from tasks.runtime.data.tools import called_functions, drop_nulls
 
@@ -97,6 +97,7 @@ def _message(value: Any, where: str, ignored: Collection[str]) -> dict[str, Any]
             f"{where} has {_CALL!r}, a key that chat templates do not read; give the call as tool_calls, a list of "
             f"{{'type': 'function', 'function': ...}}, or name {_CALL!r} in data.ignore_columns"
         )
+    require_no_media_keys(held, where)
     message = _with_weight(_with_text(_with_role(held, where)), where)
     if "tool_calls" in message:
         message["tool_calls"] = drop_nulls(message["tool_calls"])

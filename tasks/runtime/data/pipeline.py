@@ -20,7 +20,7 @@ from tasks.runtime.data.encode_rows import Report
 from tasks.runtime.data.fingerprint import recipe_digest
 from tasks.runtime.data.growing_data import fetch_manifest
 from tasks.runtime.data.media import MEDIA
-from tasks.runtime.data.media_processor import packages_of, processor_of
+from tasks.runtime.data.media_processor import processor_of
 from tasks.runtime.data.mixture_folder import claim_folder, compose, copy_tokenizer, source_folders
 from tasks.runtime.data.part_processes import PlannedSource, in_turns, prepare_parts
 from tasks.runtime.data.part_records import MAX_GENERATION_SAMPLES, PartRecord, in_all, read_record
@@ -306,7 +306,7 @@ def _write_manifest(
         processor = processor_of(recipe, tokenizer)
         assert processor is not None
         processor(medium).save(folder / TOKENIZER)
-        versions = {**versions, **{package: version(package) for package in packages_of(medium)}}
+        versions = {**versions, **{package: version(package) for package in medium.packages}}
     _report_special_tokens(plan, whole, report)
     if plan.format == "text":
         _report_lengths(recipe, whole, report)

@@ -64,9 +64,9 @@ class RowMedia:
         contents, opened = zip(*(reader.read(item.value, row) for item in items), strict=True)
         texts = processor.replacements(list(opened))
         counts = [_places(segments, processor.placeholder) for segments in documents]
-        if max(counts, default=0) != len(items):
+        if (most := max(counts, default=0)) != len(items):
             raise RowError(
-                f"{row.where}: the chat template writes {processor.placeholder!r} {max(counts, default=0)} times for "
+                f"{row.where}: the chat template writes {processor.placeholder!r} {most} times for "
                 f"{len(items)} {processor.medium.several}; set data.chat_template to a template that writes it once "
                 "for each"
             )

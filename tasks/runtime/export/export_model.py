@@ -82,12 +82,12 @@ def write_model(spec: RunSpec, data: PreparedData, weights: Path, folder: Path) 
     if model.config.get_text_config() is not model.config:
         _copy_processor(spec.model, folder)
     expected = expected_of(model.to(device), tokenizer)
-    pictured = media_results(model, folder) if data.manifest.has_media else {}
+    media = media_results(model, folder) if data.manifest.has_media else {}
     del model
     if device.type == "cuda":
         torch.cuda.empty_cache()
     runs_code = bool(spec.model.trust_remote_code)
-    verify(folder, expected | pictured, device, spec.model.attention, runs_code=runs_code)
+    verify(folder, expected | media, device, spec.model.attention, runs_code=runs_code)
     log.info("verified: a fresh process reads the same model from its folder")
     write_formats(spec.export, spec.name, folder, expected, device)
     if "adapter" in spec.export.formats:

@@ -32,15 +32,15 @@ def cross_attention_inputs(inputs: Mapping[str, Any], ids: Tensor, image_token: 
     )
 
     stretches = [get_cross_attention_token_mask(row, image_token) for row in ids.tolist()]
-    pictured = [row for row, found in enumerate(stretches) if found]
+    with_images = [row for row, found in enumerate(stretches) if found]
     made: dict[str, Tensor] = {}
     for name in ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"):
         made[name] = inputs[name].new_zeros(len(stretches), *inputs[name].shape[1:])
-        made[name][pictured] = inputs[name]
+        made[name][with_images] = inputs[name]
     # As the processor fills up a row that has fewer images.
     made["aspect_ratio_mask"][..., 0] = 1
     tiles: list[list[int]] = [[] for _ in stretches]
-    for row, numbers in zip(pictured, inputs["num_tiles"], strict=True):
+    for row, numbers in zip(with_images, inputs["num_tiles"], strict=True):
         tiles[row] = list(numbers)
     dense = convert_sparse_cross_attention_mask_to_dense(
         stretches, tiles, made["aspect_ratio_mask"].shape[-1], ids.shape[1]

@@ -23,7 +23,7 @@ from strata_platform.spec.objectives import PAIRED
 from strata_platform.spec.run_spec import Objective
 from tasks.runtime.models.attention_choice import choose_attention
 from tasks.runtime.models.build import build_model_on_meta, is_on_meta, load_config, support_packed_rows
-from tasks.runtime.models.multimodal import has_rope_index
+from tasks.runtime.models.multimodal import has_rope_index, is_multimodal
 from tasks.runtime.models.recurrent_layers import needs_gpu, recurrent_layers
 
 log = logging.getLogger(__name__)
@@ -201,11 +201,13 @@ def require_position_embeddings(model: Model, sequence_length: int) -> None:
 
 def learned_position_count(model: PreTrainedModel) -> int | None:
     """The number of learned position embeddings; None if the model computes positions, which sets no limit."""
-    for name, module in model.base_model.named_modules():
+    # The encoder of audio has some of its own.
+    reads_texts = model.get_decoder() if is_multimodal(model.config) else model.base_model
+    for name, module in reads_texts.named_modules():
         if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in (
             "wpe",
             "embed_positions",
             "positions_embed",
         ):
-            return int(model.config.max_position_embeddings)
+            return int(model.config.get_text_config().max_position_embeddings)
     return None

@@ -3,10 +3,10 @@
 import io
 import struct
 import wave
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
+import soundfile
 
 from strata_platform.spec.data import Data
 from tasks.runtime.data import audio_files
@@ -109,18 +109,36 @@ def test_a_format_that_needs_a_package_says_which(monkeypatch):
         assert not isinstance(e.value, RowError)
 
 
-@pytest.mark.skipif(find_spec("soundfile") is None, reason="needs soundfile")
-@pytest.mark.parametrize("kind", ["FLAC", "MP3", "OGG"])
-def test_other_formats_are_read_by_soundfile(kind):
-    import soundfile
-
+@pytest.mark.parametrize(
+    "kind, half",
+    [
+        ("FLAC", "a corrupt FLAC file: flac decoder lost sync"),
+        ("MP3", "a truncated MP3 file: .* of 16,000 samples"),
+        ("OGG", "a corrupt Ogg file: "),
+        ("AIFF", "a truncated AIFF file: 16,027 of 32,054 bytes"),
+    ],
+)
+def test_other_formats_are_read_by_soundfile_and_refused_where_they_end_early(kind, half):
     file, sound = io.BytesIO(), 0.5 * sine(440, 16_000)
     soundfile.write(file, sound, 16_000, format=kind)
-    _, found = reader().read(file.getvalue(), ROW)
-    assert found.rate == 16_000
+    content = file.getvalue()
+    _, found = reader().read(content, ROW)
+    assert found.rate == found.samples.size == 16_000
     assert np.abs(found.samples[2000:14_000]).max() == pytest.approx(0.5, abs=0.05)
-    with pytest.raises(RowError, match="line 7: audio bytes"):
-        reader().read(file.getvalue()[:30], ROW)
+    for size, problem in ((len(content) // 2, half), (30, f"a (corrupt|truncated) {kind}")):
+        with pytest.raises(RowError, match=f"(?i)line 7: audio bytes.*: {problem}"):
+            reader().read(content[:size], ROW)
+
+
+def test_more_samples_than_a_limit_are_refused_before_they_are_read():
+    """A header that promises them is enough, in a WAV file too."""
+    promised = pcm(sine(440, 8000)).replace(struct.pack("<4sI", b"data", 16_000), struct.pack("<4sI", b"data", 1 << 30))
+    with pytest.raises(RowError, match="536,870,912 samples of 1 channels, more than 134,217,728 in all; cut it into"):
+        reader().read(promised, ROW)
+    stereo = pcm(sine(440, 8000), channels=2)
+    promised = stereo.replace(struct.pack("<4sI", b"data", 16_000), struct.pack("<4sI", b"data", 3 << 27))
+    with pytest.raises(RowError, match="100,663,296 samples of 2 channels, more than"):
+        reader().read(promised, ROW)
 
 
 @pytest.mark.parametrize("limits", [{"audio_max_seconds": 0.5}, {"longest": 0.5}], ids=["of the data", "of the model"])

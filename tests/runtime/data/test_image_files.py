@@ -7,9 +7,11 @@ import io
 import threading
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image
 
 from strata_platform.spec.data import Data
+from tasks.runtime.data import media_files
 from tasks.runtime.data.image_files import ImageReader, open_picture, png_of
 from tasks.runtime.data.media_files import SkippedBySize
 from tasks.runtime.data.rows import Row, RowError
@@ -76,10 +78,32 @@ def test_an_image_is_read_from_a_server_and_a_path_relative_to_it(folder):
         server.server_close()
 
 
+def test_an_image_in_a_store_is_read_by_the_client_that_reads_all_stores(monkeypatch):
+    """Flyte 2's SDK would put its own in the place of fsspec's."""
+    store = MemoryFileSystem()
+    store.pipe("/bucket/red.png", png_of(RED))
+    monkeypatch.setattr(media_files, "url_to_fs", lambda url: (store, url.removeprefix("s3:/")))
+    for value, place in (("s3://bucket/red.png", ""), ("red.png", "s3://bucket")):
+        assert reader().read(value, row(place))[1].size == (8, 6)
+
+
+def test_an_image_of_too_many_bytes_is_refused(monkeypatch, folder):
+    monkeypatch.setattr(media_files, "_LARGEST", 60)
+    for value in ("red.png", (folder / "red.png").read_bytes()):
+        with pytest.raises(RowError, match=r"line 7: image .* is larger than 0 MiB; make it smaller"):
+            reader().read(value, row(folder))
+
+
 @pytest.mark.parametrize(
     "value, place, problem",
     [
-        ("gone.png", "file:///nowhere", r"image 'gone.png' cannot be read: No such file"),
+        (
+            "gone.png",
+            "file:///nowhere",
+            "image 'gone.png' cannot be read: No such file or directory at '/nowhere/gone.png'; it is relative to "
+            "data.image_folder",
+        ),
+        ("/nowhere/gone.png", "file:///data", "image '/nowhere/gone.png' cannot be read: No such file or directory$"),
         ("red.png", "", "set data.image_folder"),
         # Data from elsewhere names no files of this machine.
         ("/etc/hostname", "https://host/data", "is a file of this machine, but the data is elsewhere"),

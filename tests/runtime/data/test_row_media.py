@@ -1,6 +1,10 @@
-"""Rows with images: every form that the page shows, held against what transformers' own processor makes of them."""
+"""Rows with images or audio: every form that the pages show, held against what transformers' own processor makes of
+them.
+"""
 
+import base64
 import json
+import random
 import re
 
 import pyarrow as pa
@@ -13,42 +17,48 @@ from transformers.models.smolvlm import processing_smolvlm
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import fingerprint, pipeline, prepare
-from tasks.runtime.data.dataset import MEDIA_COLUMNS
 from tasks.runtime.data.image_files import open_picture, png_of
 from tests.runtime.data.test_formats import TEXT, forms, one_renderer  # noqa: F401
-from tests.runtime.helpers.vision_models import qwen2_5_vl, smolvlm
+from tests.runtime.helpers.audio_models import qwen2_audio, tone
+from tests.runtime.helpers.media_rows import asked, files_of, prepare_rows
+from tests.runtime.helpers.vision_models import llava, qwen2_5_vl, smolvlm
 
-FORMS = forms("## Rows with images")
+FORMS = forms("data-formats-media.md", "Rows with images")
 SIZES = {"a.png": (32, 16), "b.png": (16, 16)}
-ASKED = [{"role": "user", "content": "<image>Which?"}, {"role": "assistant", "content": "4"}]
+ASKED = asked("<image>")
+HEARD_FORMS = forms("data-formats-media.md", "Rows with audio")
+SOUNDS = {"a.wav": tone("low", random.Random(1), 0.3), "b.wav": tone("high", random.Random(2), 0.6)}
+HEARD = asked("<audio>")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return qwen2_5_vl(tmp_path_factory.mktemp("model"), hidden=32)
+    return qwen2_5_vl(tmp_path_factory.mktemp("vision"), hidden=32)
+
+
+@pytest.fixture(scope="module")
+def audio_model(tmp_path_factory):
+    return qwen2_audio(tmp_path_factory.mktemp("audio"), hidden=32)
 
 
 @pytest.fixture
 def prepared(tmp_path, model):
+    """Prepares rows for a model that takes images, which lie beside them."""
     for name, size in SIZES.items():
         Image.new("RGB", size, (200, 30, 90)).save(tmp_path / name)
+    return lambda rows, objective="sft", model=model, **data: prepare_rows(tmp_path, model, rows, objective, **data)
 
-    def prepared(rows, objective="sft", name="rows.jsonl", **data):
-        if name.endswith(".jsonl"):
-            (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        spec = RunSpec.model_validate({
-            "model": {"name": str(model)}, "objective": {"type": objective},
-            "data": {"source": str(tmp_path / name), "packing": False, "validation_fraction": 0} | data,
-        })  # fmt: skip
-        recipe = DataRecipe.from_spec(spec, fingerprint(spec))
-        return prepare(recipe, tmp_path / "data" / recipe.hash(), report=print, processes=1)
 
-    return prepared
+@pytest.fixture
+def heard(tmp_path, audio_model):
+    """Prepares rows for a model that takes audio, which lies beside them."""
+    for name, content in SOUNDS.items():
+        (tmp_path / name).write_bytes(content)
+    return lambda rows, model=audio_model, **data: prepare_rows(tmp_path, model, rows, **data)
 
 
 def images_of(row):
-    content, sizes, _ = (row[name] for name in MEDIA_COLUMNS)
-    return [open_picture(image.numpy().tobytes()) for image in content.split(sizes.tolist())]
+    return [open_picture(file) for file in files_of(row)]
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -103,7 +113,7 @@ def test_bytes_in_parquet_are_kept_as_they_are(prepared, tmp_path):
         "images": [[{"bytes": image, "path": None}] for image in content],
     }
     pq.write_table(pa.table(table), tmp_path / "rows.parquet")
-    data = prepared([], name="rows.parquet", packing=True, sequence_length=64)
+    data = prepared(None, name="rows.parquet", packing=True, sequence_length=64)
     found = {row["media"].numpy().tobytes() for row in data.train}
     assert len(data.train) < 5
     assert b"".join(sorted(b"".join(found).split(b"\x89PNG"))) == b"".join(sorted(b"".join(content).split(b"\x89PNG")))
@@ -138,11 +148,27 @@ def test_prepared_parts_have_the_images_of_the_whole(prepared, monkeypatch):
         ),
         ({"messages": [{"role": "user", "content": "\U000ffffd"}, ASKED[1]]}, r"U\+FFFFD"),
         ({"prompt": "Which?", "completion": "4", "images": ["a.png"]}, "column 'images' holds"),
+        (
+            {"messages": [ASKED[0] | {"images": ["a.png"]}, ASKED[1]]},
+            "message 1 has 'images', a key that is not read; give the images as parts of the content, or in a column "
+            "'images' of the row, or name 'images' in data.ignore_columns",
+        ),
+        ({"messages": [ASKED[0] | {"videos": ["a.mp4"]}, ASKED[1]]}, "message 1 has 'videos', .*not supported"),
     ],
 )
 def test_a_row_that_does_not_fit_is_told(row, problem, prepared):
     with pytest.raises(ValueError, match=problem):
         prepared([row])
+
+
+def test_a_key_of_messages_that_is_empty_or_ignored_changes_nothing(prepared):
+    """Columnar files give every message the keys of all."""
+    plain = prepared([{"messages": ASKED, "images": ["a.png"]}]).train[0]
+    chat = [ASKED[0] | {"images": [], "audio": None}, ASKED[1]]
+    ignored = [ASKED[0] | {"audios": ["a.wav"]}, ASKED[1]]
+    for messages, fields in ((chat, {}), (ignored, {"ignore_columns": ["audios"]})):
+        row = prepared([{"messages": messages, "images": ["a.png"]}], **fields).train[0]
+        assert row["input_ids"].tolist() == plain["input_ids"].tolist()
 
 
 def test_rows_with_bad_images_are_skipped_and_counted(prepared):
@@ -194,3 +220,77 @@ def test_a_package_that_the_models_processor_lacks_is_named(tmp_path, monkeypatc
     needs = "needs a package that is not installed: .*`num2words`.*; install it, or name the column of images"
     with pytest.raises(ValueError, match=needs):
         prepare(DataRecipe.from_spec(spec, fingerprint(spec)), tmp_path / "data", report=print, processes=1)
+
+
+@pytest.mark.parametrize("form", HEARD_FORMS.values(), ids=HEARD_FORMS)
+def test_a_form_with_audio_is_read_and_learned_as_the_page_shows(form, heard):
+    # The page's bytes are the beginning of a file.
+    row = json.loads(json.dumps(form.row).replace("UklGRg==", base64.b64encode(SOUNDS["a.wav"]).decode()))
+    data = heard([row])
+    row, tokenizer = data.train[0], data.tokenizer()
+    shown = TEXT.findall(form.shown)
+    whole = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, _, text in shown)
+    read = re.sub(r"<\|audio_bos\|>(<\|AUDIO\|>)+<\|audio_eos\|>\n", "<audio>", tokenizer.decode(row["input_ids"]))
+    assert read in (whole, whole.removesuffix("\n"))
+    assert tokenizer.decode(row["labels"][row["labels"] != -100]) == "4<|im_end|>"
+    assert files_of(row) == [*SOUNDS.values()][: whole.count("<audio>")]
+    # 25 tokens a second of what the processor hears, in frames of 10 ms.
+    frames = [-(-(len(file) - 44) // 2 // 160) for file in files_of(row)]
+    audio = AutoProcessor.from_pretrained(data.folder / "tokenizer").audio_token_id
+    assert (row["input_ids"] == audio).sum() == sum((((n - 1) // 2 + 1) - 2) // 2 + 1 for n in frames)
+
+
+def test_audio_in_parquet_is_kept_as_it_is_and_carries_no_loss(heard, tmp_path):
+    """As datasets' feature Audio stores them."""
+    files = [tone("low", random.Random(number)) for number in range(4)]
+    table = {
+        "question": [f"Which {number}?" for number in range(4)],
+        "answer": [str(number) for number in range(4)],
+        "audio": [{"bytes": file, "path": f"{number}.wav"} for number, file in enumerate(files)],
+    }
+    pq.write_table(pa.table(table), tmp_path / "rows.parquet")
+    data = heard(None, name="rows.parquet", packing=True, sequence_length=96, train_on="all")
+    assert len(data.train) < 4 == data.manifest.train.media
+    assert sorted(file for row in data.train for file in files_of(row)) == sorted(files)
+    audio = AutoProcessor.from_pretrained(data.folder / "tokenizer").audio_token_id
+    for row in data.train:
+        assert (row["labels"][row["input_ids"] == audio] == -100).all()
+
+
+def test_audio_that_is_cut_or_skipped_is_counted(heard, tmp_path, capsys):
+    (tmp_path / "none.wav").write_bytes(b"RIFF")
+    rows = [{"messages": HEARD, "audios": [name]} for name in ("a.wav", "b.wav", "none.wav")]
+    manifest = heard(rows, invalid="skip", audio_max_seconds=0.45).manifest
+    assert manifest.samples_used == 1
+    assert manifest.skipped == {"invalid": 1, "no_target": 0, "overlong": 0, "image_size": 0, "audio_length": 1}
+    assert "1 skipped (with an audio that is shorter or longer than allowed)" in capsys.readouterr().out
+    assert heard(rows[:2], audio_max_seconds=0.45, overlong="truncate").manifest.samples_used == 2
+    assert "2 audios read, 1 cut" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "row, problem",
+    [
+        ({"messages": HEARD, "audios": ["a.wav"] * 2}, "column 'audios' has 2 audios, but the messages have 1 places"),
+        ({"messages": HEARD, "audios": ["none.wav"]}, "line 1: audio 'none.wav' cannot be read"),
+        ({"messages": HEARD, "audios": [None]}, "audio 1 of column 'audios' is null"),
+        ({"messages": HEARD, "audios": ["rows.jsonl"]}, "audio 'rows.jsonl': no sound that is read"),
+        ({"messages": [{"role": "user", "content": "\U000ffffc"}, HEARD[1]]}, r"U\+FFFFC, which stands for audios"),
+        (
+            {"prompt": "Which?", "completion": "4", "audio": "a.wav"},
+            "column 'audio' holds str 'a.wav'; it holds audios, and",
+        ),
+        ({"messages": HEARD, "images": ["a.wav"]}, "the data has images, but model.name .* has no processor of images"),
+    ],
+)
+def test_a_row_with_audio_that_does_not_fit_is_told(row, problem, heard):
+    with pytest.raises(ValueError, match=problem):
+        heard([row])
+
+
+def test_a_model_without_audio_is_named(heard, tmp_path):
+    rows = [{"messages": HEARD, "audios": ["a.wav"]}]
+    with pytest.raises(ValueError, match=r"the data has audios, .* has no processor of audios \(it has a LlavaProc"):
+        heard(rows, model=llava(tmp_path / "llava", hidden=32))
+    with pytest.raises(ValueError, match="line 1: the row has audios, but the model is no model that takes audio"):
+        heard(rows, model="tiny-llama")

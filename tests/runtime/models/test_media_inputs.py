@@ -1,6 +1,5 @@
 """What a model that takes audio gets of a batch of rows, against transformers on the output of its own processor."""
 
-import json
 import random
 
 import pytest
@@ -8,16 +7,25 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForMultimodalLM, AutoProcessor
 
-from strata_platform.spec import DataRecipe, RunSpec
+from strata_platform.spec import RunSpec
 from strata_platform.spec.kernels import Kernels
-from tasks.runtime.data import collate, fingerprint, prepare
-from tasks.runtime.data.dataset import MEDIA_COLUMNS
+from tasks.runtime.data import collate
+from tasks.runtime.data.dataset import TOKENIZER
+from tasks.runtime.data.media_processor import copy_processor, saved_processor
+from tasks.runtime.export.check_folder import difference, media_results
 from tasks.runtime.models.build import build_model
-from tasks.runtime.models.media_inputs import with_model_inputs
-from tasks.runtime.models.varlen_attention import set_varlen_attention, uses_varlen, with_cu_seqlens
+from tasks.runtime.models.media_inputs import sample_inputs, with_model_inputs
+from tasks.runtime.models.packing_support import learned_position_count
+from tasks.runtime.models.varlen_attention import (
+    has_varlen_attention,
+    set_varlen_attention,
+    uses_varlen,
+    with_cu_seqlens,
+)
 from tasks.runtime.objectives.objective import model_inputs
 from tasks.runtime.objectives.training_step import build_training_step
 from tests.runtime.helpers.audio_models import FAMILIES, samples_of, tone
+from tests.runtime.helpers.media_rows import by_number, files_of, packed, prepare_rows
 
 ASKED = ("How high?", "And this?", "And this?")
 SAID = ("low", "middle", "high")
@@ -39,28 +47,17 @@ def family(request, tmp_path_factory):
         {"messages": turn(0, "")},
         {"messages": [*turn(1), *turn(2)], "audios": ["middle.wav", "high.wav"]},
     ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = prepare_rows(folder, folder / "model", rows, sequence_length=1024)
     spec = RunSpec.model_validate({
         "model": {"name": str(folder / "model")}, "kernels": {"enabled": False},
-        "data": {"source": str(folder / "rows.jsonl"), "packing": False, "validation_fraction": 0,
-                 "sequence_length": 1024},
+        "data": {"source": str(folder / "rows.jsonl"), "packing": False, "sequence_length": 1024},
     })  # fmt: skip
-    data = prepare(DataRecipe.from_spec(spec, fingerprint(spec)), folder / "data", report=print, processes=1)
-    found = sorted(data.train, key=lambda row: int(row["document_media"][0]) if "media" in row else 0)
-    return request.param, folder / "model", spec, data, (found[1], found[0], found[2])
-
-
-def sounds_of(row):
-    """What the row's files hold."""
-    if "media" not in row:
-        return []
-    content, sizes, _ = (row[name] for name in MEDIA_COLUMNS)
-    return [samples_of(one.numpy().tobytes()) for one in content.split(sizes.tolist())]
+    return request.param, folder / "model", spec, data, by_number(data)
 
 
 def inputs_of(folder, row):
     """What the family's own processor makes of the row's chat."""
-    processor, sounds = AutoProcessor.from_pretrained(folder), sounds_of(row)
+    processor, sounds = AutoProcessor.from_pretrained(folder), [samples_of(file) for file in files_of(row)]
     numbers = (1, 2) if len(sounds) == 2 else (0,)
     heard = [{"type": "audio"}] * bool(sounds)
     chat = [
@@ -123,14 +120,6 @@ def test_rows_of_a_batch_do_not_change_each_other(family):
             torch.testing.assert_close(logits[index, :length], plain[:length], rtol=1e-4, atol=1e-5)
 
 
-def packed(rows):
-    """One row of several."""
-    joined = {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "labels", "position_ids")}
-    media = {name: torch.cat([row[name] for row in rows if "media" in row]) for name in MEDIA_COLUMNS[:2]}
-    counts = [row.get("document_media", torch.tensor([0])) for row in rows]
-    return joined | media | {MEDIA_COLUMNS[2]: torch.cat(counts)}
-
-
 def test_chats_of_a_packed_row_are_kept_apart(family):
     """Each has the logits that it has alone, and no gradient from one to the audio of another."""
     _, _, spec, data, rows = family
@@ -158,6 +147,7 @@ def test_packed_chats_train_by_document_as_under_masks(family):
     made, some = with_model_inputs(collate, model, data), [packed(rows)]
     expected = model(**model_inputs(made(some))).logits
     set_varlen_attention(model)
+    assert has_varlen_attention(model)
     torch.testing.assert_close(model(**model_inputs(with_cu_seqlens(made)(some))).logits, expected)
 
 
@@ -169,3 +159,41 @@ def test_a_batch_without_audio_runs_the_tower_and_learns_nothing_of_it(family):
     tower = [p for name, p in model.named_parameters() if "language_model" not in name and "lm_head" not in name]
     learns = [parameter.grad for parameter in tower if parameter.requires_grad]
     assert learns and all(gradient is not None and not gradient.any() for gradient in learns)
+
+
+def test_a_prompt_with_audio_has_the_logits_of_plain_transformers(family):
+    """As an evaluation asks it, where no batch is made."""
+    _, folder, spec, data, rows = family
+    model = build_model(spec.model, spec.seed).eval()
+    processor = saved_processor(data.folder / TOKENIZER, data.tokenizer())
+    for row in (rows[0], rows[2]):
+        ids = row["input_ids"][None]
+        with torch.no_grad():
+            logits = model(input_ids=ids, **sample_inputs(processor, model, ids, files_of(row))).logits[0]
+            plain = AutoModelForMultimodalLM.from_pretrained(folder).eval()(**inputs_of(folder, row)).logits[0]
+        torch.testing.assert_close(logits, plain[: ids.shape[1]], rtol=1e-4, atol=1e-5)
+
+
+def test_what_an_export_compares_depends_on_the_encoder(family):
+    _, folder, _, _, _ = family
+    model = AutoModelForMultimodalLM.from_pretrained(folder)
+    expected = media_results(model, folder)
+    text = {"input_ids": torch.ones(1), "logits": torch.ones(1)}
+    assert difference(text | expected, text | media_results(model, folder)) is None
+    with torch.no_grad():
+        model.model.audio_tower.conv1.weight.mul_(1.1)
+    told = difference(text | expected, text | media_results(model, folder))
+    assert "logits of a picture or a sound differ" in told
+
+
+def test_learned_positions_of_the_encoder_are_no_limit_of_texts(family):
+    _, _, spec, _, _ = family
+    assert learned_position_count(build_model(spec.model, spec.seed)) is None
+
+
+def test_a_saved_processor_that_is_damaged_says_what_to_do(family, tmp_path):
+    _, _, _, data, _ = family
+    copy_processor(data.folder / TOKENIZER, tmp_path)
+    (tmp_path / "processor_config.json").write_text("{")
+    with pytest.raises(ValueError, match=f"the processor in {tmp_path} cannot be loaded: .*; delete the folder"):
+        saved_processor(tmp_path, data.tokenizer())

@@ -16,7 +16,7 @@ from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.kernels import Kernels
 from strata_platform.spec.model import Lora
 from tasks.runtime.data import PreparedData, collate, collate_flat, fingerprint, prepare
-from tasks.runtime.data.dataset import MEDIA_COLUMNS, TOKENIZER
+from tasks.runtime.data.dataset import TOKENIZER
 from tasks.runtime.data.image_files import open_picture
 from tasks.runtime.data.loader import training_loader
 from tasks.runtime.data.media_packing import MEDIA_PACKING
@@ -38,6 +38,7 @@ from tasks.runtime.objectives.objective import model_inputs
 from tasks.runtime.objectives.training_step import build_training_step
 from tasks.runtime.process.ranks import Processes
 from tests.runtime.helpers import vision_models
+from tests.runtime.helpers.media_rows import by_number, files_of, packed
 from tests.runtime.helpers.pictures import SHAPES, picture
 
 # Of a processor, about numpy.
@@ -82,12 +83,6 @@ def family(request, tmp_path_factory):
     return request.param, folder / "model", spec, prepare(recipe, folder / "data", report=print)
 
 
-def by_images(data):
-    """The rows with one, no and two images."""
-    rows = sorted(data.train, key=lambda row: int(row["document_media"][0]) if "media" in row else 0)
-    return rows[1], rows[0], rows[2]
-
-
 def inputs_of(processor, images):
     """What the processor itself makes of the chat with these images."""
     if isinstance(processor, PaliGemmaProcessor):
@@ -112,9 +107,7 @@ def plain_loss(folder, row, change=lambda model: None):
     processor = AutoProcessor.from_pretrained(folder)
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     change(model)
-    content, sizes, _ = (row[name] for name in MEDIA_COLUMNS)
-    images = [open_picture(image.numpy().tobytes()) for image in content.split(sizes.tolist())]
-    inputs = inputs_of(processor, images)
+    inputs = inputs_of(processor, [open_picture(image) for image in files_of(row)])
     ids = inputs["input_ids"][0]
     assert ids[: row["input_ids"].numel()].tolist() == row["input_ids"].tolist()
     # Llama 4's processor gives bfloat16.
@@ -130,7 +123,7 @@ def plain_loss(folder, row, change=lambda model: None):
 def test_a_step_has_the_loss_and_gradients_of_plain_transformers(family, which, kernels):
     _, folder, spec, data = family
     spec = spec.model_copy(update={"kernels": Kernels(enabled=kernels)})
-    row = by_images(data)[which]
+    row = by_number(data)[which]
     expected, gradients = plain_loss(folder, row)
     model = build_model(spec.model, spec.seed).eval()
     step = build_training_step(model, spec, torch.device("cpu"), data)
@@ -152,7 +145,7 @@ def test_rows_of_a_batch_do_not_change_each_other(family):
     """
     name, folder, spec, data = family
     model = build_model(spec.model, spec.seed).eval()
-    rows = by_images(data)
+    rows = by_number(data)
     together = with_model_inputs(collate, model, data)
     logits = model(**model_inputs(together(list(rows)))).logits
     for index, row in enumerate(rows):
@@ -165,20 +158,11 @@ def test_rows_of_a_batch_do_not_change_each_other(family):
     torch.testing.assert_close(logits[1, : text["labels"].numel()], plain.logits[0], rtol=1e-4, atol=1e-5)
 
 
-def packed(rows):
-    """One row of several."""
-    pictured = [row for row in rows if "media" in row]
-    joined = {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "labels", "position_ids")}
-    images = {name: torch.cat([row[name] for row in pictured]) for name in MEDIA_COLUMNS[:2]}
-    counts = [row.get("document_media", torch.tensor([0])) for row in rows]
-    return joined | images | {MEDIA_COLUMNS[2]: torch.cat(counts)}
-
-
 def test_chats_of_a_packed_row_are_kept_apart(family):
     """Exactly for the families that may be packed: each chat's logits, and no gradient from one chat to another."""
     _, _, spec, data = family
     model = build_model(spec.model, spec.seed).eval()
-    rows = by_images(data)
+    rows = by_number(data)
     made = with_model_inputs(collate, model, data)
     if has_cross_attention(model.config):
         pytest.skip("tokens before an image attend to all images of a row")
@@ -201,7 +185,7 @@ def test_a_batch_without_images_runs_the_tower_and_learns_nothing_of_it(family):
     _, _, spec, data = family
     model = build_model(spec.model, spec.seed).eval()
     step = build_training_step(model, spec, torch.device("cpu"), data)
-    batch = step.collate([by_images(data)[1]])
+    batch = step.collate([by_number(data)[1]])
     step.objective.micro_batch_loss(model.eval(), batch, torch.tensor(1)).loss.backward()
     gradients = [parameter.grad for name, parameter in model.named_parameters() if "vision" in name or "visual" in name]
     # Of some towers, the last layer is not used.
@@ -215,7 +199,7 @@ def test_rows_that_attend_by_flash_attention_are_one_row(family):
     model = build_model(spec.model, spec.seed).eval()
     if model.config.model_type not in MEDIA_PACKING:
         pytest.skip("rows share a batch's only row")
-    rows = by_images(data)
+    rows = by_number(data)
     flat = model(**model_inputs(with_model_inputs(collate_flat, model, data)(list(rows)))).logits[0]
     row = model(**model_inputs(with_model_inputs(collate, model, data)([packed(rows)]))).logits[0]
     torch.testing.assert_close(flat, row)
@@ -231,7 +215,7 @@ def test_packed_chats_train_by_document_as_under_masks(family):
     assert goes == (kind in MEDIA_PACKING - {"gemma3", "gemma4", "paligemma", "llama4"})
     if not goes:
         return
-    rows = by_images(data)
+    rows = by_number(data)
     made = with_model_inputs(collate, model, data)
 
     def gradients(batch):
@@ -257,7 +241,7 @@ def test_packed_chats_train_by_document_as_under_masks(family):
 def test_adapters_on_four_bit_weights_learn_as_on_what_these_hold(family):
     """Towers, too: loss and gradients are those of plain transformers with the dequantized weights."""
     _, folder, spec, data = family
-    row = by_images(data)[0]
+    row = by_number(data)[0]
     model = build_model(spec.model, spec.seed)
     linear = {path: layer for path, layer in model.named_modules() if type(layer) is torch.nn.Linear}
     names = {path.rpartition(".")[2] for path, layer in linear.items() if layer is not model.get_output_embeddings()}
