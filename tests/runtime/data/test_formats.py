@@ -15,7 +15,7 @@ from tasks.runtime.data import PreparedData, fingerprint, pipeline, prepare
 from tasks.runtime.data.template_renderer import stop_rendering
 from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
 
-PAGE = Path(__file__).parents[3] / "docs" / "data-formats.md"
+DOCS = Path(__file__).parents[3] / "docs"
 # Calls and reasoning, too; the tokenizer's own template.
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -51,16 +51,18 @@ class Form(NamedTuple):
         return json.loads(found[1]) if found else {}
 
 
-def forms(heading: str) -> dict[str, Form]:
-    """Rows of the tables below the heading."""
-    text = PAGE.read_text(encoding="utf-8").split(f"{heading}\n")[1].split("\n## ")[0]
+def forms(page: str, heading: str = "") -> dict[str, Form]:
+    """Rows of the tables of a page, or of those below a heading."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    if heading:
+        text = text.split(f"## {heading}\n")[1].split("\n## ")[0]
     cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     rows = [Form(name, json.loads(row.strip("`")), shown) for name, row, shown in cells if row.startswith("`")]
     return {f"{row.name}, {row.objective}": row for row in rows}
 
 
-READ = forms("# Data formats")
-REFUSED = forms("## Forms that are refused")
+READ = forms("data-formats.md") | forms("data-formats-preferences.md")
+REFUSED = forms("data-formats-refused.md")
 
 
 @pytest.fixture(scope="module")
