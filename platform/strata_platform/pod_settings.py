@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from strata_platform import progress_line
 
@@ -19,14 +19,17 @@ START_SECONDS = 3600
 GRACE_SECONDS = 120
 STOP_SECONDS = GRACE_SECONDS - 20
 
-GPU = "nvidia.com/gpu"
-"""The resource of GPUs in runs without Flyte and without `resources.gpu_resource`."""
+_GPU = "nvidia.com/gpu"
+_SHARED_MEMORY, _SHARED_MEMORY_PATH = "strata-shared-memory", "/dev/shm"  # noqa: S108
 
 SPEC = "STRATA_SPEC"
 """Environment variable with the run spec, in pods that `tasks.runtime.launch` starts in."""
 
 QUEUE = "kueue.x-k8s.io/queue-name"
 """Kueue's label with the queue of an object."""
+
+PRIORITY = "kueue.x-k8s.io/priority-class"
+"""Kueue's label with the priority class of an object."""
 
 TIME_LIMIT = "kueue.x-k8s.io/max-exec-time-seconds"
 """Kueue's label with the seconds that an object may hold its machines."""
@@ -40,13 +43,34 @@ ENVIRONMENT = {
 }
 
 
+def gpu_resource(asked: Resources) -> str:
+    """The resource of the GPUs that a run without Flyte asks for."""
+    return asked.gpu_resource or _GPU
+
+
+def gpu_tolerations(resource: str) -> list[dict[str, str]]:
+    """Of the taints that nodes with this GPU resource have."""
+    # Nodes whose GPUs are cut into slices have the taint of whole ones.
+    taints = dict.fromkeys((f"{resource.partition('/')[0]}/gpu", resource))
+    return [{"key": taint, "operator": "Exists", "effect": "NoSchedule"} for taint in taints]
+
+
+def add_shared_memory(pod: dict[str, Any], size: str) -> None:
+    """Mount shared memory into the first container of a pod's spec, through which processes and NCCL exchange data."""
+    container = pod["containers"][0]
+    mount = {"name": _SHARED_MEMORY, "mountPath": _SHARED_MEMORY_PATH}
+    container["volumeMounts"] = [*(container.get("volumeMounts") or []), mount]
+    volume = {"name": _SHARED_MEMORY, "emptyDir": {"medium": "Memory", "sizeLimit": size}}
+    pod["volumes"] = [*(pod.get("volumes") or []), volume]
+
+
 def scheduling_labels(asked: Resources, *, trains: bool = True) -> dict[str, str]:
     """Kueue's labels of the object that it may hold back: queue, priority, and the time limit if the object trains."""
     # Training ends by itself before. This is for an attempt that never comes to train.
     seconds = str(asked.time_limit + START_SECONDS) if trains and asked.time_limit else None
     labels = {
         QUEUE: asked.queue,
-        "kueue.x-k8s.io/priority-class": asked.priority,
+        PRIORITY: asked.priority,
         TIME_LIMIT: seconds,
     }
     return {label: value for label, value in labels.items() if value is not None}

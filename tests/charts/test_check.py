@@ -5,10 +5,13 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from kubernetes import client
 
-from strata_platform.chart.cluster_test import AllReduce, Cluster, _connect, _job, all_reduce_pod, run
+from strata_platform.chart.cluster_test import AllReduce, Cluster, _connect, _job, _run_job, all_reduce_pod, run
 
 
 @pytest.fixture
@@ -83,6 +86,7 @@ def test_the_pods_that_measure_have_the_devices_of_the_template_and_all_gpus():
     assert container["resources"] == {"requests": asked, "limits": asked}
     assert [item["name"] for item in container["env"]] == ["NCCL_IB_HCA", "NODE_NAME"]
     assert [item["key"] for item in pod["tolerations"]] == ["team", "amd.com/gpu"]
+    assert template["spec"]["volumes"][0]["emptyDir"]["sizeLimit"] == "8Gi"
     assert container["command"][:4] == ["python3", "-m", "torch.distributed.run", "-m"]
     arguments = container["command"][5:]
     assert arguments == ["--min-bandwidth", "40.0", "--largest", "256", "--nodes", "2"]
@@ -90,3 +94,52 @@ def test_the_pods_that_measure_have_the_devices_of_the_template_and_all_gpus():
     assert mount["mountPath"] == "/dev/shm" and pod["volumes"][0]["emptyDir"]["medium"] == "Memory"
     job = _job("test", {"spec": pod}, "q", 2, 8)["spec"]
     assert job["elasticPolicy"]["nProcPerNode"] == 8 and job["elasticPolicy"]["minReplicas"] == 2
+
+
+@pytest.fixture
+def jobs():
+    """An API server with one job, of which one pod has a log that may not be read, and the other never started."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self):
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            server.asked.append((self.command, self.path.rpartition("/")[2]))
+            status, body = 200, {"status": {"conditions": server.conditions}}
+            if self.path.endswith("worker-0/log"):
+                status, body = 403, {"message": "you may not"}
+            elif self.path.endswith("worker-1/log"):
+                status, body = 400, {"message": "it waits to start"}
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        do_GET = do_POST = do_DELETE = answer
+
+        def log_message(self, *arguments):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.asked, server.conditions = [], []
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        before = client.Configuration.get_default_copy()
+        client.Configuration.set_default(client.Configuration(host=f"http://127.0.0.1:{server.server_port}"))
+        yield server
+        client.Configuration.set_default(before)
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds", "said", "stays"),
+    [
+        ("Succeeded", 60, None, False),
+        ("Failed", 60, "worker-1 has ended; see kubectl describe pytorchjob test", True),
+        ("Suspended", 0, "not done after 0 s: not seen by the training operator; the job is removed", False),
+    ],
+)
+def test_a_job_that_has_not_ended_does_not_stay(jobs, capsys, kind, seconds, said, stays):
+    jobs.conditions = [{"type": kind, "status": "True", "message": "worker-1 has ended"}]
+    found = _run_job(_job("test", {"spec": {"containers": []}}, "q"), "p-d", seconds, shown="all-reduce of")
+    assert found == said if said is None else said in found
+    assert (("DELETE", "test") in jobs.asked) is not stays
+    assert capsys.readouterr().out == "      the log of test-worker-0 cannot be read: you may not\n"

@@ -351,6 +351,12 @@ def test_a_fast_network_is_asked_for_by_a_template_of_its_own(rendered):
     assert (env["NCCL_IB_HCA"], env["NCCL_SOCKET_IFNAME"]) == ("=mlx5_0,mlx5_1", "eth0")
 
 
+def test_a_cohort_may_have_any_name(helm):
+    named = {"name": "cycle", "parent": "all"}
+    (cohort,) = of_kind(helm.render("--set-json", f"queues.cohorts={json.dumps([named])}"), "Cohort")
+    assert cohort["spec"] == {"parentName": "all"}
+
+
 def test_gpus_of_another_vendor_are_what_is_queued_for_and_asked_for(rendered):
     (policy,) = [
         item for item in of_kind(rendered["amd"], "ValidatingAdmissionPolicy")
@@ -560,9 +566,11 @@ def test_policies_know_the_queues_of_each_tenant(rendered):
     # Or start it, or change what its workload asks for: only Kueue may.
     kueue = "authorizer.group('kueue.x-k8s.io').resource('workloads').subresource('status')"
     (workloads,) = [each["spec"] for each in found if each["metadata"]["name"].endswith("-workloads")]
-    for start, policy in ((1, jobs), (0, workloads)):
-        (rule,) = policy["validations"][start:]
+    suspended, ranked = jobs["validations"][1:]
+    for rule in (suspended, ranked, *workloads["validations"]):
         assert f"|| {kueue}" in rule["expression"]
+    label = "{}.metadata.?labels[?'kueue.x-k8s.io/priority-class'].orValue('')"
+    assert f"{label.format('object')} == {label.format('oldObject')} ||" in ranked["expression"]
     assert "active" not in workloads["validations"][0]["expression"]
     # Flyte retries what is Forbidden, and ends a run whose object is Invalid.
     assert [policy["spec"]["validations"][0]["reason"] for policy in policies] == ["Invalid", "Invalid"]

@@ -108,22 +108,7 @@ def test_its_first_pod_refuses_it_where_the_client_did_not(cluster, case):
 @pytest.mark.slow
 def test_a_run_that_no_quota_can_admit_any_more_is_ended(cluster, strata):
     spec = named("shrunk", resources={"queue": "express"})
-    with cluster.held("express"):
-        strata.submit(spec)
-        until("it waits", lambda: strata.get(spec.name).stage is Stage.WAITING)
-        with cluster.cpu_quota("1"):
-            cluster.shut("express", "None")
-            until("that is told", lambda: "it waits for ever" in strata.get(spec.name).message)
-            cluster.until_settled(spec.name)
-
-            def ended():
-                """It waits for ten seconds first."""
-                said = cluster.run_cron_job("strata-system", "strata-queue-timeout")
-                return said if f"{spec.name} is ended" in said else None
-
-            assert "for longer than queues.timeout.after, 10s" in until("it is ended", ended)
-            found = strata.get(spec.name)
-            assert found.phase is Phase.ABORTED and "no quota of queue express is large enough" in found.message
+    cluster.end_without_quota(strata, spec, settled=cluster.until_settled)
 
 
 # A cancellation may end FlytePropeller 1.16 itself (see until_settled), and with it all tests that follow.

@@ -13,7 +13,7 @@ from strata_platform.backends.kubernetes_objects import WORKLOADS, is_of
 from strata_platform.client import Client
 from strata_platform.errors import RunExists
 from strata_platform.kubernetes_api import ApiError
-from strata_platform.pod_settings import QUEUE, TIME_LIMIT
+from strata_platform.pod_settings import PRIORITY, QUEUE, TIME_LIMIT
 from strata_platform.runs import Phase, Stage
 from tests.e2e.helpers.cluster import MIDDLE, NAMESPACE, PATIENCE, SPEC, beside, named, until
 
@@ -103,21 +103,7 @@ def test_a_run_that_has_succeeded_is_not_started_again(cluster, runs, killed):
 @pytest.mark.slow
 def test_a_run_that_no_quota_can_admit_any_more_is_ended(cluster, runs):
     spec = named("shrunk-alone", resources={"queue": "express"})
-    with cluster.held("express"):
-        runs.submit(spec)
-        until("it waits", lambda: runs.get(spec.name).stage is Stage.WAITING)
-        with cluster.cpu_quota("1"):
-            cluster.shut("express", "None")
-            until("that is told", lambda: "it waits for ever" in runs.get(spec.name).message)
-
-            def ended():
-                """It waits for ten seconds first."""
-                said = cluster.run_cron_job("strata-system", "strata-queue-timeout")
-                return said if f"{spec.name} is ended" in said else None
-
-            assert "for longer than queues.timeout.after, 10s" in until("it is ended", ended)
-            found = runs.get(spec.name)
-            assert found.phase is Phase.ABORTED and "no quota of queue express is large enough" in found.message
+    cluster.end_without_quota(runs, spec)
 
 
 def test_a_canceled_run_gives_its_machines_to_the_next_and_is_continued(cluster, runs, undisturbed):
@@ -204,17 +190,18 @@ def of_workload(own, name):
 
 
 # Ways around the queue, and the words that refuse them.
-AROUND = {
-    "without-its-queue": (of_job, {"metadata": {"labels": {QUEUE: None}}}, "has to name a queue of its namespace"),
-    "into-another-queue": (of_job, {"metadata": {"labels": {QUEUE: "rival"}}}, "has to name a queue of its namespace"),
-    "resumed": (of_job, {"spec": {"suspend": False}}, "its queue resumes it"),
-    "first-in-the-queue": (of_workload, {"spec": {"priority": 10**6}}, "only spec.active of a workload may be changed"),
-}
+AROUND = [
+    (of_job, {"metadata": {"labels": {QUEUE: None}}}, "has to name a queue of its namespace"),
+    (of_job, {"metadata": {"labels": {QUEUE: "rival"}}}, "has to name a queue of its namespace"),
+    (of_job, {"spec": {"suspend": False}}, "its queue resumes it"),
+    (of_job, {"metadata": {"labels": {PRIORITY: "urgent"}}}, "the priority that it was submitted with"),
+    (of_workload, {"spec": {"priority": 10**6}}, "only spec.active of a workload may be changed"),
+]
 
 
 def test_a_run_that_waits_starts_by_its_queue_alone(of_grace):
     own, name = of_grace
-    for path, change, reason in AROUND.values():
+    for path, change, reason in AROUND:
         with pytest.raises(ApiError, match=reason):
             own._namespace().api.request("PATCH", path(own, name), change)
     api, path = own._namespace().api, of_workload(own, name)

@@ -100,12 +100,11 @@ volumes:
 {{- end }}
 {{- end }}
 
-{{/* The root of the tree of a cohort; "cycle" where there is none. Takes `root`, the cohort, and the path up to it. */}}
+{{/* The root of the tree of a cohort; empty where it is below itself. Takes `root`, the cohort, and the path up to it. */}}
 {{- define "strata.rootCohort" -}}
 {{- $parent := "" -}}
 {{- range .root.Values.queues.cohorts }}{{ if eq .name $.cohort }}{{ $parent = .parent | default "" }}{{ end }}{{ end -}}
 {{- if has .cohort .path -}}
-cycle
 {{- else if $parent -}}
 {{- include "strata.rootCohort" (dict "root" .root "cohort" $parent "path" (append .path .cohort)) -}}
 {{- else -}}

@@ -56,8 +56,8 @@ kernels.store.url: empty, but kernels.store.secret is set; set kernels.store.url
 {{- end }}
 {{- $set := dict "TRITON_CACHE_DIR" "podTemplate.caches.triton.path" "HF_HOME" "podTemplate.caches.huggingFace.path" "STRATA_BAKED_KERNELS" "kernels.bake.models" "STRATA_QUEUES" "queues.clusterQueues" "STRATA_KERNEL_STORE" "kernels.store.url" "KERNEL_STORE_KEY" "kernels.store.secret" }}
 {{- $environments := dict "podTemplate.env" .podTemplate.env }}
-{{- range .podTemplate.variants }}
-{{- with .env }}{{ $_ := set $environments "podTemplate.variants.env" . }}{{ end }}
+{{- range $variant := .podTemplate.variants }}
+{{- with .env }}{{ $_ := set $environments (printf "podTemplate.variants (%s).env" $variant.name) . }}{{ end }}
 {{- end }}
 {{- range $place, $variables := $environments }}
 {{- range $variable, $_ := $variables }}
@@ -133,8 +133,7 @@ kernels.store.url: empty, but kernels.store.secret is set; set kernels.store.url
 queues.unqueuedLimits.{{ $name }}: {{ $most }} is less than {{ $needed }}, which Strata's tasks may use; raise it
 {{- end }}
 {{- end }}
-{{- $submitters := list }}
-{{- range include "strata.tenants" . | fromJsonArray }}{{ $submitters = concat $submitters .submitters }}{{ end }}
+{{- $submitters := include "strata.submitters" . | fromJsonArray }}
 {{- with .Values.queues.timeout }}
 {{- if and .after (not .flyte) (not $submitters) }}
 queues.timeout.flyte: empty, but queues.timeout.after asks to end runs; name Flyte's gRPC service, give tenants submitters of runs without Flyte, or leave after out
@@ -151,7 +150,7 @@ queues.timeout.flyte: empty, but queues.timeout.after asks to end runs; name Fly
 {{- $known := list }}
 {{- range $checks }}{{ $known = append $known .name }}{{ end }}
 {{- range .Values.queues.cohorts }}
-{{- if eq "cycle" (include "strata.rootCohort" (dict "root" $ "cohort" .name "path" list)) }}
+{{- if not (include "strata.rootCohort" (dict "root" $ "cohort" .name "path" list)) }}
 queues.cohorts ({{ .name }}).parent: {{ quote .parent }} is below this cohort itself, and Kueue admits nothing in a cycle; leave one parent out
 {{- end }}
 {{- end }}
@@ -269,9 +268,7 @@ queues.kueue: the ConfigMap {{ .namespace }}/{{ .configMap }} does not list the 
 {{- if and $config $weighted (not $fair) }}
 queues.kueue: {{ first $weighted }} has a weight, and the ConfigMap {{ .namespace }}/{{ .configMap }} has no fairSharing, without which Kueue ignores it; add fairSharing and restart Kueue, leave weight out, or set queues.kueue.check to false
 {{- end }}
-{{- $submitters := list }}
-{{- range include "strata.tenants" $ | fromJsonArray }}{{ $submitters = concat $submitters .submitters }}{{ end }}
-{{- if and $config $submitters (not (has "jobset.x-k8s.io/jobset" $frameworks)) }}
+{{- if and $config (include "strata.submitters" $ | fromJsonArray) (not (has "jobset.x-k8s.io/jobset" $frameworks)) }}
 queues.kueue: the ConfigMap {{ .namespace }}/{{ .configMap }} does not list the integration jobset.x-k8s.io/jobset, so what submitters start would not queue; add it to integrations.frameworks and restart Kueue, or set queues.kueue.check to false
 {{- end }}
 {{- end }}

@@ -17,7 +17,16 @@ from strata_platform.backends.backend import execution_name
 from strata_platform.backends.kubernetes_objects import JOB_SET, SHAPE
 from strata_platform.kubernetes_api import Object
 from strata_platform.outcomes import RETRYABLE_CODES
-from strata_platform.pod_settings import ENVIRONMENT, GPU, GRACE_SECONDS, RETRIES, SPEC, scheduling_labels
+from strata_platform.pod_settings import (
+    ENVIRONMENT,
+    GRACE_SECONDS,
+    RETRIES,
+    SPEC,
+    add_shared_memory,
+    gpu_resource,
+    gpu_tolerations,
+    scheduling_labels,
+)
 
 if TYPE_CHECKING:
     from strata_platform.spec import RunSpec
@@ -38,7 +47,6 @@ WORKERS = "w"
 _LONGEST = 63 - len(f"-{WORKERS}-0-9999") - len("-x999")
 # Labels of nodes, by vendor: of NVIDIA's feature discovery, and of AMD's node labeller.
 GPU_MODELS = {"nvidia.com": "nvidia.com/gpu.product", "amd.com": "amd.com/gpu.product-name"}
-_SHARED_MEMORY, _SHARED_MEMORY_PATH = "strata-shared-memory", "/dev/shm"  # noqa: S108
 
 
 def object_name(run: str, number: int) -> str:
@@ -124,21 +132,13 @@ def _pod(name: str, resources: Resources, topology: Topology, template: Object, 
         *(each for each in container.get("env") or [] if each["name"] not in variables),
         *({"name": key, "value": value} for key, value in variables.items()),
     ]
-    mount = {"name": _SHARED_MEMORY, "mountPath": _SHARED_MEMORY_PATH}
-    container["volumeMounts"] = [*(container.get("volumeMounts") or []), mount]
-    memory = {"medium": "Memory", "sizeLimit": resources.shared_memory}
-    inner["volumes"] = [*(inner.get("volumes") or []), {"name": _SHARED_MEMORY, "emptyDir": memory}]
+    add_shared_memory(inner, resources.shared_memory)
     inner |= {"restartPolicy": "Never", "containers": [container], "terminationGracePeriodSeconds": GRACE_SECONDS}
     if resources.gpu:
-        device = resources.gpu_resource or GPU
-        vendor = device.partition("/")[0]
-        # Nodes whose GPUs are cut into slices have the taint of whole ones.
-        taints = dict.fromkeys((f"{vendor}/gpu", device))
-        inner["tolerations"] = [
-            *(inner.get("tolerations") or []),
-            *({"key": taint, "operator": "Exists", "effect": "NoSchedule"} for taint in taints),
-        ]
+        device = gpu_resource(resources)
+        inner["tolerations"] = [*(inner.get("tolerations") or []), *gpu_tolerations(device)]
         if resources.gpu_type:
+            vendor = device.partition("/")[0]
             inner["nodeSelector"] = {**(inner.get("nodeSelector") or {}), GPU_MODELS[vendor]: resources.gpu_type}
     return pod
 
@@ -166,6 +166,6 @@ def _resources(asked: Resources, base: Object) -> dict[str, Any]:
     own = {
         "cpu": asked.cpu,
         "memory": asked.memory,
-        **({asked.gpu_resource or GPU: str(asked.gpu)} if asked.gpu else {}),
+        **({gpu_resource(asked): str(asked.gpu)} if asked.gpu else {}),
     }
     return {kind: {**(base.get(kind) or {}), **own} for kind in ("requests", "limits")}

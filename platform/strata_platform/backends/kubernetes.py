@@ -38,7 +38,7 @@ from strata_platform.estimate.gpus import Gpu
 from strata_platform.kubernetes_answers import condition_of
 from strata_platform.kubernetes_api import ApiError, Object
 from strata_platform.owner import owner_of_account, this_user
-from strata_platform.pod_settings import GPU, QUEUE, SPEC, check_pods
+from strata_platform.pod_settings import QUEUE, SPEC, check_pods, gpu_resource
 from strata_platform.run_layout import RunLayout
 from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run, Stage
 
@@ -89,7 +89,7 @@ class KubernetesBackend:
 
     def require_admission(self, resources: Resources, topology: Topology) -> None:
         """Raises BackendError if the tenant's queues can never admit the run. Warns if that is not known."""
-        named = {"gpu_resource": resources.gpu_resource or GPU} if resources.gpu else {}
+        named = {"gpu_resource": gpu_resource(resources)} if resources.gpu else {}
         require_admission(self._namespace, resources.model_copy(update=named), topology)
 
     def me(self) -> str:

@@ -22,10 +22,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from strata_platform.kubernetes_answers import PYTORCHJOB, access_review, frameworks, why_inactive
-from strata_platform.pod_settings import QUEUE
+from strata_platform.pod_settings import QUEUE, add_shared_memory, gpu_tolerations
 
 _TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
-_SHARED = "/dev/shm"  # noqa: S108
 _KUEUE, _KUBEFLOW = ("kueue.x-k8s.io", "v1beta2"), ("kubeflow.org", "v1")
 # An all-reduce over two pods tests rendezvous, name resolution, network policies and torch at once.
 _ALL_REDUCE = """\
@@ -324,14 +323,10 @@ def all_reduce_pod(template: dict[str, Any], expected: Cluster, test: AllReduce)
         "command": [expected.python, "-m", "torch.distributed.run", "-m", *test.program],
         "resources": {"requests": asked, "limits": asked},
         "env": [*(container.get("env") or []), node],
-        "volumeMounts": [*(container.get("volumeMounts") or []), {"name": "shared-memory", "mountPath": _SHARED}],
     }
-    # Where GPUs of a node cannot reach each other directly, NCCL goes through shared memory.
-    memory = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}}
-    inner["volumes"] = [*(inner.get("volumes") or []), memory]
+    add_shared_memory(inner, "8Gi")
     if test.gpus:
-        tolerated = {"key": test.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}
-        inner["tolerations"] = [*(inner.get("tolerations") or []), tolerated]
+        inner["tolerations"] = [*(inner.get("tolerations") or []), *gpu_tolerations(test.gpu_resource)]
     labels = template.setdefault("metadata", {}).setdefault("labels", {})
     labels["strata/test"] = "all-reduce"
     inner["topologySpreadConstraints"] = [
@@ -361,18 +356,30 @@ def _new_name() -> str:
 
 
 def _run_job(job: dict[str, Any], namespace: str, seconds: int, shown: str | None = None) -> str | None:
-    """Run a job to its end. Prints the log that begins with `shown`, if that is given."""
+    """Run a job to its end. Prints the log that begins with `shown`, if that is given.
+
+    The job stays for its pods' logs if it has failed. One that has not ended would hold machines, or start later.
+    """
     from kubernetes import client
 
     custom, name = client.CustomObjectsApi(), job["metadata"]["name"]
     _create(namespace, job)
     address = (*_KUBEFLOW, namespace, "pytorchjobs", name)
-    problem = _ended_well(partial(custom.get_namespaced_custom_object, *address), seconds)
-    if shown is not None:
-        for index in range(job["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"]):
-            _print_log(f"{name}-worker-{index}", namespace, shown)
+    failed = False
+    try:
+        try:
+            problem = _failure(partial(custom.get_namespaced_custom_object, *address), seconds)
+            failed = problem is not None
+        finally:
+            if shown is not None:
+                for index in range(job["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"]):
+                    _print_log(f"{name}-worker-{index}", namespace, shown)
+    except TimeoutError as error:
+        return f"{error}; the job is removed, and kubectl get events --namespace {namespace} says what it waited for"
+    finally:
+        if not failed:
+            custom.delete_namespaced_custom_object(*address)
     if problem is None:
-        custom.delete_namespaced_custom_object(*address)
         return None
     return f"{problem}; see kubectl describe pytorchjob {name} and the logs of its pods, then delete it"
 
@@ -382,15 +389,18 @@ def _print_log(pod: str, namespace: str, shown: str) -> None:
 
     try:
         log = str(client.CoreV1Api().read_namespaced_pod_log(pod, namespace))
-    except client.ApiException:
+    except client.ApiException as error:
         # A pod that never started has none.
+        if error.status not in (400, 404):
+            print(f"      the log of {pod} cannot be read: {_words(error)}", flush=True)
         return
     start = log.find(shown)
     if start >= 0:
         print("\n".join(f"      {line}" for line in log[start:].splitlines()), flush=True)
 
 
-def _ended_well(read: Callable[[], dict[str, Any]], seconds: int) -> str | None:
+def _failure(read: Callable[[], dict[str, Any]], seconds: int) -> str | None:
+    """Why a job has failed; None if it has succeeded. Raises TimeoutError if it has not ended."""
     end, state = time.monotonic() + seconds, "not seen by the training operator"
     while time.monotonic() < end:
         conditions = [c for c in read().get("status", {}).get("conditions", []) if c["status"] == "True"]
@@ -400,7 +410,7 @@ def _ended_well(read: Callable[[], dict[str, Any]], seconds: int) -> str | None:
         if "Failed" in state:
             return str(conditions[-1].get("message"))
         time.sleep(1)
-    return f"not done after {seconds} s: {state}"
+    raise TimeoutError(f"not done after {seconds} s: {state}")
 
 
 if __name__ == "__main__":

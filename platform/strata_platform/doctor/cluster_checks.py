@@ -33,6 +33,8 @@ _DOCS = "docs/cluster.md has the values"
 _DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 # Object stores refuse requests whose signed time is minutes off.
 _SKEW_SECONDS = 30.0
+# Devices of NVIDIA's and AMD's plugins: whole GPUs, shared ones, and slices. Not nvidia.com/fabric0, a network card.
+_GPUS = re.compile(r"gpu$|gpu\.shared$|mig-|(spx|dpx|tpx|qpx|cpx)_nps\d$")
 _OLDEST_FLYTE, _OLDEST_KUBERNETES = (1, 16, 6), (1, 30)
 # task_resources.limits of flyteadmin 1.16, where its configuration does not set them; "0" is no limit.
 _SHIPPED_LIMITS = {"cpu": "2", "memory": "1Gi", "gpu": "1"}
@@ -208,12 +210,17 @@ def _training_operator(cluster: ClusterReader) -> Finding:
         return problem(
             "the custom resource definition of PyTorchJobs exists, but no training operator runs them", advice
         )
-    image = images_of(operators[0])[0]
-    if not (operators[0].get("status") or {}).get("availableReplicas"):
-        return problem(f"{image} is not available", "kubectl describe its pod shows the reason")
+    found = _running(operators[0])
     # The operator's images are named by commits. The field managedBy came with version 1.9.
-    if "managedBy" not in str(jobs["spec"]["versions"]):
-        return warning(f"{image} is older than 1.9, the version that was tested", advice)
+    if found.status == "ok" and "managedBy" not in str(jobs["spec"]["versions"]):
+        return warning(f"{found.message} is older than 1.9, the version that was tested", advice)
+    return found
+
+
+def _running(deployment: Mapping[str, Any]) -> Finding:
+    image = images_of(deployment)[0]
+    if not (deployment.get("status") or {}).get("availableReplicas"):
+        return problem(f"{image} is not available", "kubectl describe its pod shows the reason")
     return ok(image)
 
 
@@ -228,10 +235,7 @@ def _job_set(cluster: ClusterReader) -> Finding:
     controllers = cluster.deployments_running("jobset")
     if not controllers:
         return problem("the custom resource definition of JobSets exists, but no controller runs them", advice)
-    image = images_of(controllers[0])[0]
-    if not (controllers[0].get("status") or {}).get("availableReplicas"):
-        return problem(f"{image} is not available", "kubectl describe its pod shows the reason")
-    return ok(image)
+    return _running(controllers[0])
 
 
 def _kueue(cluster: ClusterReader) -> Finding:
@@ -257,8 +261,8 @@ def _kueue(cluster: ClusterReader) -> Finding:
 
 def _gpu_nodes(cluster: ClusterReader) -> Finding:
     numbers = [(node, _gpus_of(node)) for node in cluster.items("/api/v1/nodes")]
-    nodes = [node for node, gpus in numbers if gpus]
-    dead = [node["metadata"]["name"] for node, gpus in numbers if gpus == 0]
+    nodes = [node for node, gpus in numbers if any(gpus.values())]
+    dead = [node["metadata"]["name"] for node, gpus in numbers if gpus and not any(gpus.values())]
     if dead:
         return problem(
             f"{len(dead)} of {len(dead) + len(nodes)} GPU nodes have no allocatable GPU, such as {dead[0]}: the device "
@@ -277,28 +281,38 @@ def _gpu_nodes(cluster: ClusterReader) -> Finding:
             f"{len(sick)} of {len(nodes)} GPU nodes have a GPU with a fault, such as {sick[0][0]}: {sick[0][1]}",
             "kubectl describe node has each; docs/gpu-nodes.md says what follows",
         )
-    label = cluster.kubernetes_plugin.get("gpu-device-node-label") if cluster.with_flyte else GPU_MODELS["nvidia.com"]
-    if not label:
+    label = cluster.kubernetes_plugin.get("gpu-device-node-label")
+    if cluster.with_flyte and not label:
         return warning(
             f"{len(nodes)} nodes have GPUs, but Flyte's configuration names no label for their model: "
             "resources.gpu_type selects nothing",
             "set plugins.k8s.gpu-device-node-label of Flyte, for example to nvidia.com/gpu.product",
         )
-    bare = [node["metadata"]["name"] for node in nodes if label not in (node["metadata"].get("labels") or {})]
+    # Runs without Flyte take the label of the vendor.
+    labels = [str(label) if cluster.with_flyte else GPU_MODELS[next(iter(_gpus_of(node)))] for node in nodes]
+    bare = [
+        (node["metadata"]["name"], label)
+        for node, label in zip(nodes, labels, strict=True)
+        if label not in (node["metadata"].get("labels") or {})
+    ]
     if bare:
         return warning(
-            f"{len(bare)} of {len(nodes)} GPU nodes have no label {label}, such as {bare[0]}: gpu_type cannot "
+            f"{len(bare)} of {len(nodes)} GPU nodes have no label {bare[0][1]}, such as {bare[0][0]}: gpu_type cannot "
             "select them",
-            "install NVIDIA's GPU feature discovery, or label them",
+            "install NVIDIA's GPU feature discovery or AMD's node labeller, or label them",
         )
-    return ok(f"{len(nodes)} nodes with GPUs, labelled {label}")
+    return ok(f"{len(nodes)} nodes with GPUs, labelled {', '.join(dict.fromkeys(labels))}")
 
 
-def _gpus_of(node: Mapping[str, Any]) -> int | None:
-    """The number of allocatable GPUs; None for a node that never had any."""
-    allocatable = node["status"].get("allocatable") or {}
-    numbers = [int(number) for name, number in allocatable.items() if name.endswith("/gpu")]
-    return sum(numbers) if numbers else None
+def _gpus_of(node: Mapping[str, Any]) -> dict[str, int]:
+    """The number of allocatable GPUs and slices of GPUs by vendor, the largest first; empty if there never was any."""
+    numbers: dict[str, int] = {}
+    for name, number in (node["status"].get("allocatable") or {}).items():
+        vendor, _, device = name.partition("/")
+        # nvidia.com/mig-3g.40gb, amd.com/cpx_nps4: beside slices, whole GPUs may be 0.
+        if vendor in GPU_MODELS and _GPUS.match(device):
+            numbers[vendor] = numbers.get(vendor, 0) + int(number)
+    return dict(sorted(numbers.items(), key=lambda item: -item[1]))
 
 
 def _tenants(cluster: ClusterReader) -> Finding:

@@ -256,6 +256,10 @@ REFUSED_BY_THE_TEMPLATES = {
         "the namespace's name has 71 letters"),
     "a template that Flyte does not know": (f"tenants: [{{{TENANT}, podTemplate: {{name: ours}}}}]",
         'tenants (p-d).podTemplate.name: Flyte starts the pods of all tenants from one name, "strata"'),
+    "a variable of the chart's in the first of two variants": (
+        f"queues: {{required: false}}\ntenants: [{{{TENANT}, podTemplate: {{variants: ["
+        "{name: one, env: {HF_HOME: /x}}, {name: two, env: {A: b}}]}}]",
+        "tenants (p-d).podTemplate.variants (one).env.HF_HOME: the chart sets this variable by"),
     "two templates of one name": (f"tenants: [{{{TENANT}, podTemplate: {{variants: [{{name: strata}}]}}}}]",
         "tenants (p-d).podTemplate.variants (strata): the name is taken"),
     "two queues of one name": (f"tenants: [{{{TENANT}, queues: [{_QUEUE}, {_QUEUE}]}}]\n{_MACHINES}",

@@ -26,6 +26,7 @@ from flytekit.types.file import FlyteFile
 from kubernetes import client, stream
 
 from strata_platform.client import Client
+from strata_platform.runs import Phase, Stage
 from strata_platform.runs import Run as LookedAt
 from strata_platform.spec import RunSpec, load_spec
 from tasks.runtime.run_folder.record import CompletionRecord
@@ -218,6 +219,26 @@ class Cluster:
         said = str(self.core.read_namespaced_pod_log(pod.metadata.name, namespace))
         assert status.succeeded, said
         return said
+
+    def end_without_quota(self, runs: Client, spec: RunSpec, settled: Callable[[str], object] | None = None) -> None:
+        """Submit a run to the queue express, take its quota, and see queues.timeout end it. `settled`: of Flyte."""
+        with self.held("express"):
+            runs.submit(spec)
+            until("it waits", lambda: runs.get(spec.name).stage is Stage.WAITING)
+            with self.cpu_quota("1"):
+                self.shut("express", "None")
+                until("that is told", lambda: "it waits for ever" in runs.get(spec.name).message)
+                if settled is not None:
+                    settled(spec.name)
+
+                def ended() -> str | None:
+                    """It waits for ten seconds first."""
+                    said = self.run_cron_job("strata-system", "strata-queue-timeout")
+                    return said if f"{spec.name} is ended" in said else None
+
+                assert "for longer than queues.timeout.after, 10s" in (until("it is ended", ended) or "")
+                found = runs.get(spec.name)
+                assert found.phase is Phase.ABORTED and "no quota of queue express is large enough" in found.message
 
     def restart(self, namespace: str, deployment: str) -> None:
         """Delete the deployment's pods, and return when others are ready in their place."""

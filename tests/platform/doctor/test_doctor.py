@@ -299,6 +299,23 @@ def alone(cluster):
     return cluster
 
 
+@pytest.mark.parametrize(
+    ("allocatable", "labels", "status", "message"),
+    [
+        ({"nvidia.com/gpu": "0", "nvidia.com/mig-3g.40gb": "2"}, {"nvidia.com/gpu.product": "H100"}, "ok", "1 nodes"),
+        ({"amd.com/gpu": "8"}, {"amd.com/gpu.product-name": "MI300X"}, "ok", "labelled amd.com/gpu.product-name"),
+        ({"amd.com/cpx_nps4": "64"}, {}, "warning", "1 of 1 GPU nodes have no label amd.com/gpu.product-name, such as"),
+        ({"nvidia.com/gpu": "0", "nvidia.com/mig-3g.40gb": "0"}, {}, "problem", "have no allocatable GPU"),
+        ({"nvidia.com/fabric0": "8"}, {}, "warning", "no node has allocatable GPUs"),
+    ],
+)
+def test_gpus_of_another_vendor_and_slices_are_gpus(alone, allocatable, labels, status, message):
+    node = {"metadata": {"name": "n", "labels": labels}, "status": {"allocatable": allocatable}}
+    alone.answers["/api/v1/nodes"] = {"items": [node]}
+    found = findings(with_flyte=False)["GPU nodes"]
+    assert (found.status, message in found.message) == (status, True), found
+
+
 def test_a_cluster_without_flyte_is_well_for_runs_without_it(alone, monkeypatch):
     found = findings(with_flyte=False)
     assert {finding.status for finding in found.values()} == {"ok"}, found

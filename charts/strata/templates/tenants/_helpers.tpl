@@ -220,3 +220,10 @@ spec:
     readOnly: {{ .readOnly | default false }}
 {{- end }}
 {{- end }}
+
+{{/* Who may submit runs without Flyte, of all tenants, as JSON. */}}
+{{- define "strata.submitters" -}}
+{{- $submitters := list -}}
+{{- range include "strata.tenants" . | fromJsonArray }}{{ $submitters = concat $submitters .submitters }}{{ end -}}
+{{- toJson $submitters -}}
+{{- end }}
