@@ -1,8 +1,8 @@
 """The chart's CronJob that ends runs without prospect: `python -m strata_platform.chart.queue_timeout`.
 
 `strata submit` and the first task of a run reject what no queue can admit. A run can still come to wait for ever: by
-`--force`, or because a quota became smaller. The chart passes the tenants as JSON in the variable
-STRATA_QUEUE_TIMEOUT, and Flyte's address in those of Flyte's own clients.
+`--force`, because a quota became smaller, or because Kueue has given it up. The chart passes the tenants as JSON in the
+variable STRATA_QUEUE_TIMEOUT, and Flyte's address in those of Flyte's own clients.
 """
 
 from __future__ import annotations
