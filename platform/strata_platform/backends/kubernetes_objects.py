@@ -251,6 +251,8 @@ def _in_queue(workload: Object, workloads: Iterable[Object]) -> RunStatus:
         message = f"no quota is large enough, so it waits for ever; cancel it and ask for less ({message})"
     if evicted.get("status") == "True":
         message = f"{evicted.get('reason', 'Evicted')}: {evicted.get('message', '')}"
+    if is_given_up(workload):
+        message += "; Kueue has given it up, so it waits for ever: cancel it, and submit it again when that is mended"
     return RunStatus(Stage.WAITING, message, queue, sum(_turn(other) < _turn(workload) for other in others))
 
 

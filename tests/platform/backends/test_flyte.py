@@ -149,6 +149,7 @@ def test_a_run_that_kueue_has_taken_out_of_its_queue_is_ended(client, admin, kub
     # Somebody else has: it goes on when they say so.
     assert not list(queue_timeout.end_hopeless_runs(settings, datetime(2026, 11, 22, 3, tzinfo=UTC)))
     kubernetes.content["workloads"] = (200, [inactive])
+    assert "Kueue has given it up, so it waits for ever: cancel it" in client.get("slow").message
     (said,) = queue_timeout.end_hopeless_runs(settings, datetime(2026, 11, 22, 3, tzinfo=UTC))
     assert "exceeding the maximum execution time" in said and "raise resources.time_limit" in said
     assert client.get("slow").phase is Phase.ABORTED

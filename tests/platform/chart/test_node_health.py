@@ -1,7 +1,13 @@
 """When a node with a broken GPU is tainted, and when no more: GPUs as a file describes them, a node in memory."""
 
 import copy
+import json
+import os
 import shutil
+import socket
+import subprocess
+import sys
+import urllib.request
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -11,6 +17,7 @@ from strata_platform.doctor.gpu_health import CONDITION
 from strata_platform.doctor.nvml import Nvml
 from strata_platform.kubernetes_api import ApiError
 from tests.platform.helpers.fake_nvml import build, describe
+from tests.platform.helpers.servers import kubeconfig
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc to build NVML with")
 OTHERS = [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]
@@ -285,3 +292,27 @@ def test_what_is_seen_is_in_the_metrics_though_the_node_cannot_be_told(watched):
     api.refuses = False
     watch.round()
     assert watch.value("strata_node_gpus_checked_timestamp_seconds") > 0 and api.taint == "gpu-1.ecc"
+
+
+def test_the_program_serves_what_it_sees_before_anything_else_works(library, tmp_path):
+    """Here neither the driver works, nor does an API server answer."""
+    describe(tmp_path / "gpus", init=9)
+    (tmp_path / "kubeconfig").write_text(json.dumps(kubeconfig(1)))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    variables = {
+        "STRATA_NODE_HEALTH": json.dumps({"taint": True, "interval": "60s", "port": port}), "NODE_NAME": "n",
+        "KUBECONFIG": str(tmp_path / "kubeconfig"), "FAKE_NVML": str(tmp_path / "gpus"),
+        "LD_LIBRARY_PATH": str(library.parent),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "strata_platform.chart.node_health"]
+    with subprocess.Popen(command, env=os.environ | variables, stdout=subprocess.PIPE, text=True) as program:
+        try:
+            assert program.stdout.readline().startswith("the node cannot be changed: ")
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+                served = answer.read().decode()
+        finally:
+            program.terminate()
+    assert program.returncode == 0
+    assert 'strata_node_gpu_faults{gpu="0",kind="lost",node="n"} 1.0' in served
+    assert 'strata_node_gpus_checked_timestamp_seconds{node="n"} 0.0' in served
