@@ -352,6 +352,25 @@ def test_no_answer_that_was_cut_is_preferred_to_one_that_ended():
     assert withheld(rewards, finished).tolist() == [[-0.5, -0.25, -0.5], [1.0, 0.5, -2.0], [0.0, -1.0, 0.0]]
 
 
+@pytest.mark.parametrize("overlong", ["rewarded", "unrewarded"])
+def test_an_answer_that_was_cut_has_the_reward_that_the_spec_says(output, overlong):
+    """Answers end with a stop string or are cut, and rewards have weights."""
+    rewards = [
+        {"function": "tests.runtime.helpers.own_rewards:varied", "weight": 2.0},
+        {"function": "regex", "weight": 0.5, "arguments": {"pattern": "."}},
+    ]
+    generation = {"max_new_tokens": 3, "stop": ["a", "e"]}
+    spec = spec_of(output, overlong, {"rewards": rewards, "overlong": overlong, "generation": generation})
+    train_spec(spec)
+    told = [json.loads(line) for line in (RunFolder.of(spec).root / "answers.jsonl").read_text().splitlines()]
+    assert {answer["finished"] for answer in told} == {True, False}
+    for answer in told:
+        varied, found = answer["rewards"].values()
+        counts = answer["finished"] or overlong == "rewarded"
+        assert answer["reward"] == pytest.approx(counts * (2 * varied + 0.5 * found))
+        assert answer["finished"] == any(letter in answer["answer"] for letter in "ae")
+
+
 def test_groups_without_signal_are_left_out(output):
     rewards = [{"function": "tests.runtime.helpers.own_rewards:rounded"}]
     loss_and_norm = {}

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.objectives import Distill, DpoLoss
+from strata_platform.spec.training import Schedule
 from tasks.runtime.data import collate, fingerprint, prepare
 from tasks.runtime.models.pretrained import load_pretrained
 from tasks.runtime.objectives import build_objective
@@ -119,9 +120,8 @@ def spec_of(output, name):
     )
 
 
-def ours(output, name):
+def ours(spec):
     """Loss and gradient norm of each step."""
-    spec = spec_of(output, name)
     assert train_spec(spec).status == "complete"
     return [(loss, norm) for _, loss, norm, *_ in curve(spec)]
 
@@ -154,9 +154,10 @@ def in_our_order(output, name, tokenizer):
     return [by_text[text] for text in texts]
 
 
-def theirs(output, name):
+def theirs(output, name, **more):
     """As `ours`."""
     rows, _, data, kind, options = RUNS[name]
+    options = {**options, **more}
     tokenizer = AutoTokenizer.from_pretrained(output / "pretrained")
     if data:
         tokenizer.chat_template = MARKED
@@ -173,13 +174,34 @@ def theirs(output, name):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_losses_and_norms_are_those_of_trl(output, name):
-    found, expected = ours(output, name), theirs(output, name)
+    found, expected = ours(spec_of(output, name)), theirs(output, name)
     assert len(found) == len(expected) == STEPS
     for step in range(STEPS):
         assert found[step] == pytest.approx(expected[step], rel=1e-5), f"step {step + 1}"
     assert found[-1][0] < 0.8 * found[0][0] or name in ("kto", "apo", "reward")
     if name == "kto":
         assert read_points(RunFolder.of(spec_of(output, name)).metrics)[-1].metrics["kl"] > 0.1
+
+
+@pytest.mark.parametrize("framework", ["hf", "lightning", "torch"])
+def test_no_setting_of_the_loop_is_left_at_its_default(output, framework):
+    spec = spec_of(output, "sft")
+    optimizer = {"betas": (0.6, 0.8), "eps": 1e-2, "weight_decay": 5.0, "max_grad_norm": 0.3}
+    own = {
+        "name": f"own-{framework}",
+        "optimizer": spec.optimizer.model_copy(update=optimizer),
+        "schedule": Schedule(type="linear", warmup_steps=0),
+        "runtime": {"framework": framework},
+    }
+    found = ours(RunSpec.model_validate({**dict(spec), **own}))
+    options = {
+        "adam_beta1": 0.6, "adam_beta2": 0.8, "adam_epsilon": 1e-2, "weight_decay": 5.0, "max_grad_norm": 0.3,
+        "lr_scheduler_type": "linear",
+    }  # fmt: skip
+    expected, default = theirs(output, "sft", **options), theirs(output, "sft")
+    for step in range(STEPS):
+        assert found[step] == pytest.approx(expected[step], rel=1e-5), f"step {step + 1}"
+    assert found[-1][0] != pytest.approx(default[-1][0], rel=1e-2)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])

@@ -34,6 +34,11 @@ def test_the_peak_learning_rate_is_that_of_the_kind_of_model():
     assert RunSpec(model={"name": "Qwen/Qwen3-0.6B"}).peak_lr == 2e-5
     assert RunSpec(model={"name": "Qwen/Qwen3-0.6B"}, adapter={"type": "lora"}).peak_lr == 2e-4
     assert RunSpec(optimizer={"lr": 1e-4}).peak_lr == 1e-4
+    for objective in ("dpo", "kto", "orpo", "simpo", "cpo"):
+        data = {"source": "rows.jsonl"} | ({"packing": False} if objective == "kto" else {})
+        given = {"model": {"name": "Qwen/Qwen3-0.6B"}, "objective": {"type": objective}, "data": data}
+        assert RunSpec(**given).peak_lr == pytest.approx(1e-6)
+        assert RunSpec(**given, adapter={"type": "lora"}).peak_lr == pytest.approx(1e-5)
     assert RunSpec(optimizer={"type": "lion"}).peak_lr == pytest.approx(2e-4)
     assert RunSpec(optimizer={"type": "adafactor"}).peak_lr == 1e-2
 

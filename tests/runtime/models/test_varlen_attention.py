@@ -70,6 +70,17 @@ def test_gradients_are_those_under_masks(family):
             torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_dropout_of_attention_is_of_training(lengths):
+    model, batch = build("llama", use_cache=False), add_cu_seqlens(batch_of(lengths))
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    set_varlen_attention(model)
+    found = [model.train(training)(**batch).logits for training in (True, False, False)]
+    assert torch.equal(found[1], found[2]) and not torch.allclose(found[0], found[1], atol=1e-3)
+
+
 @needs_gpu
 @pytest.mark.parametrize("window", [None, 16], ids=["whole", "window"])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)

@@ -135,6 +135,22 @@ def test_references_of_rounded_and_of_exact_weights_are_kept_apart(folder):
     assert name(r=4) == name()
 
 
+def test_the_reference_has_no_dropout_while_the_model_trains_with_it(folder, rows):
+    model, batch = small_model(), collate(rows[:2])
+    answers = answers_of(rows[:2])
+    with torch.no_grad():
+        expected = [float(log_prob(model.eval(), ids, labels)) for ids, labels in answers]
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    ours = build_objective(make_spec(folder), fused=False)
+    assert ours.scores(model.train(), batch)[: len(expected)].tolist() == pytest.approx(expected, rel=1e-5)
+    assert model.training
+    with torch.no_grad():
+        dropped = [float(log_prob(model, ids, labels)) for ids, labels in answers]
+    assert dropped != pytest.approx(expected, rel=1e-3)
+
+
 def test_a_model_that_has_not_moved_is_indifferent(folder, rows):
     model, batch = small_model(), collate(rows)
     ours = build_objective(make_spec(folder), fused=False)

@@ -1,5 +1,7 @@
 """The recipe that every framework follows."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +10,7 @@ from transformers import get_scheduler
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.training import Schedule
-from tasks.runtime.models.build import build_model
+from tasks.runtime.models.build import PRESETS, build_model
 from tasks.runtime.optim.gradients import clip_gradients
 from tasks.runtime.optim.lr_schedule import learning_rate_factor, set_learning_rate
 from tasks.runtime.optim.optimizer import build_optimizer
@@ -160,6 +162,40 @@ def test_groups_step_as_pytorch_s_own():
         optimizer.step()
         peer.step()
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("type", ["adamw", "adamw_8bit", "muon"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_setting_of_a_step_is_left_at_its_default(type, dtype):
+    """Beside PyTorch's optimizers over fp32 weights, but for half the last bit of a weight in bfloat16."""
+    momentum = {"momentum": 0.6} if type == "muon" else {}
+    own = {"lr": 1e-2, "betas": (0.6, 0.8), "eps": 0.03, "weight_decay": 5.0}
+    spec = RunSpec(model={"dtype": dtype}, optimizer={"type": type, **own, **momentum})
+    with mock.patch.dict(PRESETS["tiny-llama"], {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 256}):
+        model = build_model(spec.model, 0)
+    optimizer = build_optimizer(model, spec)
+    theirs = {name: nn.Parameter(p.detach().float()) for name, p in model.named_parameters()}
+    begun = {name: p.detach().clone() for name, p in theirs.items()}
+    matrices = [n for n, p in theirs.items() if type == "muon" and p.ndim == 2 and "embed_tokens" not in n]
+    others = [n for n in theirs if n not in matrices]
+    decays = [(theirs[name], own["weight_decay"] * (theirs[name].ndim > 1)) for name in others]
+    peers = [torch.optim.AdamW([{"params": [p], "weight_decay": decay} for p, decay in decays], **own)]
+    if matrices:
+        common = {name: own[name] for name in ("lr", "weight_decay")} | momentum
+        peers.append(torch.optim.Muon([theirs[n] for n in matrices], adjust_lr_fn="match_rms_adamw", **common))
+    for number in range(3):
+        generator = torch.Generator().manual_seed(number)
+        for name, parameter in model.named_parameters():
+            parameter.grad = (0.05 * torch.randn(parameter.shape, generator=generator)).to(parameter.dtype)
+            theirs[name].grad = parameter.grad.float()
+        for one in (optimizer, *peers):
+            one.step()
+    for name, parameter in model.named_parameters():
+        wanted = theirs[name].detach()
+        rounding = 2**-8 * wanted.abs() if parameter.dtype is torch.bfloat16 else 0.0
+        error = ((parameter.detach().float() - wanted).abs() - rounding).clamp(min=0).norm()
+        # Roundings of states to 8 bits are far smaller than a default would be.
+        assert error <= 0.05 * (wanted - begun[name]).norm(), name
 
 
 @pytest.mark.parametrize(
