@@ -77,8 +77,13 @@ def test_a_node_is_tainted_while_a_gpu_of_it_is_broken(api, node):
     until("the GPUs were looked at", lambda: state(api, node) == (None, "False"), 180)
     describe(gpus, ecc__1=2)
     until("the node is tainted", lambda: state(api, node) == ("gpu-1.ecc", "True"), 60)
-    told = api.items("/api/v1/namespaces/default/events", fieldSelector=f"involvedObject.name={node}")
-    assert any("GPU 1: 2 uncorrectable memory errors" in event["message"] for event in told)
+
+    def told():
+        """Not each event of a node has a message; this one comes after the condition."""
+        events = api.items("/api/v1/namespaces/default/events", fieldSelector=f"involvedObject.name={node}")
+        return any("GPU 1: 2 uncorrectable memory errors" in event.get("message", "") for event in events)
+
+    until("an event tells of it", told, 60)
     describe(gpus)
     until("it is well again", lambda: state(api, node) == (None, "False"), 30 + 5 * RECOVERY_ROUNDS)
     describe(gpus, xid__0=79)
