@@ -22,7 +22,7 @@ from strata_platform.file_io import require_regular_file
 from strata_platform.spec.data import TrainOn
 from tasks.runtime.data.media_messages import as_parts, has_stand_in
 from tasks.runtime.data.message_check import PRIVATE, MessageCheck
-from tasks.runtime.data.messages import Messages, learned_messages
+from tasks.runtime.data.messages import REASONING, Messages, learned_messages
 from tasks.runtime.data.rows import RowError, require_valid_unicode, suggestion
 from tasks.runtime.data.special_tokens import special_tokens_of
 from tasks.runtime.data.template_renderer import Span, TemplateLimit, TemplateRejection, render_templates
@@ -36,8 +36,6 @@ NAMED_TEMPLATES: dict[str, tuple[str, ...]] = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 }
-# Keys of the assistant's reasoning. A template that renders reasoning reads one of them.
-_REASONING = ("reasoning_content", "reasoning", "thinking")
 _FOLDER = Path(__file__).parent / "templates"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -377,7 +375,7 @@ def _require_calls(messages: Messages, index: int, written: str, where: str) -> 
 
 def _require_reasoning(messages: Messages, index: int, written: str, where: str) -> None:
     """Raise RowError when the assistant's rendered text lacks the reasoning of the message."""
-    for key in _REASONING:
+    for key in REASONING:
         reasoning = messages[index].get(key)
         if isinstance(reasoning, str) and reasoning.strip() not in written:
             raise RowError(

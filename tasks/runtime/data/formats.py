@@ -25,12 +25,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, pairwise
 
 from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec import DataRecipe
-from strata_platform.spec.data import Data
+from strata_platform.spec.data import Data, TrainOn
 from strata_platform.spec.objectives import LABELLED
 from tasks.runtime.data.chat import ChatTemplate, Rendered, resolve_template, templates_to_save
 from tasks.runtime.data.columns import (
@@ -49,7 +50,11 @@ from tasks.runtime.data.media_messages import between_stand_ins, media_in, with_
 from tasks.runtime.data.messages import (
     Messages,
     answer_of,
+    is_empty_answer,
+    is_json_chat,
+    is_text,
     is_transcript,
+    learned_messages,
     messages_of,
     question_messages,
     with_system,
@@ -171,7 +176,11 @@ def _as_chat(shape: Shape, rows: list[Row]) -> Shape:
         return shape
     column = shape.columns[-2] if shape.format in PREFERENCES else shape.columns[-1]
     values = [row.values[column] for row in rows if isinstance(row.values, dict) and row.values.get(column) is not None]
-    if values and (isinstance(values[0], list | dict) or (shape.format in PREFERENCES and is_transcript(values[0]))):
+    if values and (
+        isinstance(values[0], list | dict)
+        or is_json_chat(values[0])
+        or (shape.format in PREFERENCES and is_transcript(values[0]))
+    ):
         chats = {"prompt_completion": "chat", "prompt": "prompt_chat"}
         return shape._replace(format=chats.get(shape.format, "preference_chat"))
     if shape.format in PREFERENCES and len(shape.columns) == 2:
@@ -222,7 +231,8 @@ def make_format(
     if data.special_tokens == "auto" and not chats and data.template is None:
         special.control = _are_rendered(columns, first, special)
     media = RowMedia(data, processor) if chats else None
-    build = _builder(name, columns, tokenizer, data, special, media, _labelled_chat if score else _chat)
+    build_chat = _labelled_chat if score else partial(_chat, train_on=data.train_on or "completions")
+    build = _builder(name, columns, tokenizer, data, special, media, build_chat)
     if score is not None:
         build = with_scores(build, score, paired=name in PREFERENCES)
     if teacher:
@@ -322,7 +332,7 @@ def chats_of(name: str, columns: tuple[str, ...], row: Row, data: Data) -> list[
         turn = {"role": "assistant", "content": row.text(answer)}
         # Without an answer there is nothing to learn.
         chats = [[*question_messages(row, question, data), turn]] if row.text(answer).strip() else []
-    elif name == "prompt_chat" and isinstance(row.value(columns[0]), str) and not is_transcript(row.value(columns[0])):
+    elif name == "prompt_chat" and is_text(row.value(columns[0])):
         chats = [question_messages(row, columns[0], data)] if row.text(columns[0]).strip() else []
     elif len(columns) == 2:
         chats = [_continued(row, columns, data)]
@@ -336,7 +346,7 @@ def _continued(row: Row, columns: tuple[str, ...], data: Data) -> Messages:
     prompt, completion = columns
     before = (
         [{"role": "user", "content": row.text(prompt)}]
-        if isinstance(row.value(prompt), str)
+        if isinstance(row.value(prompt), str) and not is_json_chat(row.value(prompt))
         else messages_of(row, prompt, data.ignore_columns)
     )
     context = [{**message, "weight": 0} if message["role"] == "assistant" else message for message in before]
@@ -429,14 +439,10 @@ def _preference(row: Row, columns: tuple[str, ...], special: SpecialTokens) -> l
 
 
 def _chat_preference(chats: list[Messages], row: Row, render: Render) -> list[Document]:
-    if chats[0] == chats[1]:
+    if chats[0] == chats[1] or any(is_empty_answer(chat[-1]) for chat in chats):
         return []
     # Only the last turn, in the last document, carries loss: all earlier turns are equal in both chats.
     last = [render(chat, row)[-1] for chat in chats]
-    if not all(drawn.segments for drawn in last):
-        raise RowError(
-            f"{row.where}: the chat template renders nothing for an answer; set data.chat_template to another template"
-        )
     return [
         Document(tuple(_only_last_turn(drawn.segments)), has_special_tokens=True, media=drawn.media) for drawn in last
     ]
@@ -464,7 +470,7 @@ def _labelled_chat(chats: list[Messages], row: Row, render: Render) -> list[Docu
                 f"{row.where}: the label belongs to the last message, which must be the assistant's answer and have no "
                 f"weight 0, but its role is {chat[-1]['role']!r}"
             )
-    last = [drawn for chat in chats for drawn in render(chat, row)][-1:]
+    last = [drawn for chat in chats if not is_empty_answer(chat[-1]) for drawn in render(chat, row)][-1:]
     return [
         Document(tuple(_only_last_turn(drawn.segments)), has_special_tokens=True, media=drawn.media)
         for drawn in last
@@ -477,13 +483,25 @@ def _prompt_completion_document(prompt: str, completion: str, control: bool) -> 
     return Document(tuple(segment for segment in segments if segment.text), has_special_tokens=False)
 
 
-def _chat(chats: list[Messages], row: Row, render: Render) -> list[Document]:
-    rendered = [drawn for chat in chats for drawn in render(chat, row)]
+def _chat(chats: list[Messages], row: Row, render: Render, train_on: TrainOn) -> list[Document]:
+    rendered = [drawn for chat in chats if _has_answer(chat, row, train_on) for drawn in render(chat, row)]
     return [
         Document(tuple(drawn.segments), has_special_tokens=True, media=drawn.media)
         for drawn in rendered
         if drawn.segments
     ]
+
+
+def _has_answer(chat: Messages, row: Row, train_on: TrainOn) -> bool:
+    """Whether there is something to learn: not if all learned turns are empty. Raises RowError if some are."""
+    learned = learned_messages(chat, train_on)
+    empty = [index for index in learned if is_empty_answer(chat[index])]
+    if empty and len(empty) < len(learned):
+        raise RowError(
+            f"{row.where}: message {empty[0] + 1}, of the assistant, is empty, and the model would learn to end its "
+            "turn at once; remove it, or give it weight 0"
+        )
+    return not empty
 
 
 def _segments(rendered: Rendered, hidden: list[str], special: SpecialTokens) -> list[Segment]:

@@ -36,6 +36,10 @@ _UNSUPPORTED = ("train_detail", "training_detail", "loss_scale", "loss_mask", "m
 _FLAGS = frozenset((*_LEARNED, *_UNSUPPORTED))
 # As in hh-rlhf: `\n\nHuman: Hello\n\nAssistant: Hi.`
 _TRANSCRIPT = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
+# As a table of texts has it: `[{"role": "user", "content": "Hello"}]`
+_JSON_CHAT = re.compile(rf'\s*\[\s*\{{\s*"({"|".join((*_AUTHORS, *_TEXTS))})"\s*:')
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of the assistant's reasoning. A template that renders reasoning reads one of them."""
 
 Messages = list[dict[str, Any]]
 
@@ -45,14 +49,17 @@ def messages_of(row: Row, column: str, ignored: Collection[str] = ()) -> Message
 
     ignored: keys that are left out.
 
-    ShareGPT's messages with `from` and `value`, contents that are lists of text parts, and transcripts are converted to
-    messages with `role` and a string as `content`.
+    ShareGPT's messages with `from` and `value`, contents that are lists of text parts, transcripts, and JSON are
+    converted to messages with `role` and a string as `content`.
     """
     value = row.value(column)
     if is_transcript(value):
         value = _of_transcript(row.text(column))
+    elif is_json_chat(value):
+        value = _of_json(row.text(column), f"{row.where}: column {column!r}")
     if not isinstance(value, list):
-        raise RowError(f"{row.where}: column {column!r} holds {describe_type(value)}, not a list of messages")
+        way_out = " or JSON of one; write it by json.dumps, or give a list" if isinstance(value, str) else ""
+        raise RowError(f"{row.where}: column {column!r} holds {describe_type(value)}, not a list of messages{way_out}")
     if not value:
         raise RowError(f"{row.where}: column {column!r} holds no message")
     return [
@@ -65,7 +72,7 @@ def answer_of(row: Row, column: str, ignored: Collection[str] = ()) -> Messages:
     value = row.value(column)
     if isinstance(value, dict):
         return [_message(value, f"{row.where}: column {column!r}", ignored)]
-    if isinstance(value, str) and not is_transcript(value):
+    if is_text(value):
         return [{"role": "assistant", "content": row.text(column)}]
     return messages_of(row, column, ignored)
 
@@ -73,6 +80,23 @@ def answer_of(row: Row, column: str, ignored: Collection[str] = ()) -> Messages:
 def is_transcript(value: Any) -> bool:
     """Whether a value is a chat as in hh-rlhf: a text of turns that begin with `Human:` and `Assistant:`."""
     return isinstance(value, str) and _TRANSCRIPT.match(value) is not None and "\n\nAssistant:" in value
+
+
+def is_json_chat(value: Any) -> bool:
+    """Whether a value is a text that is the JSON of a list of messages, as a column of CSV holds them."""
+    return isinstance(value, str) and _JSON_CHAT.match(value) is not None
+
+
+def is_text(value: Any) -> bool:
+    """Whether a value is a text that is no chat by itself."""
+    return isinstance(value, str) and not is_transcript(value) and not is_json_chat(value)
+
+
+def _of_json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"{where} begins as the JSON of messages, but is not valid: {error}") from error
 
 
 def _of_transcript(text: str) -> Messages:
@@ -215,6 +239,16 @@ def learned_messages(messages: Messages, train_on: TrainOn) -> list[int]:
     return [
         index for index in (found[-1:] if train_on == "last_turn" else found) if messages[index].get("weight", 1) != 0
     ]
+
+
+def is_empty_answer(message: dict[str, Any]) -> bool:
+    """Whether the assistant's message has no text, call or reasoning: to learn it is to learn to end at once."""
+    said = (message.get(key) for key in ("content", *REASONING))
+    return (
+        message["role"] == "assistant"
+        and not message.get("tool_calls")
+        and not any(text.strip() if isinstance(text, str) else text for text in said)
+    )
 
 
 def question_messages(row: Row, column: str, data: Data) -> Messages:

@@ -12,7 +12,7 @@ from typing import Any
 
 from strata_platform.spec.data import Data
 from tasks.runtime.data.columns import HISTORY, INPUTS
-from tasks.runtime.data.messages import Messages, answer_of, messages_of, question_messages
+from tasks.runtime.data.messages import Messages, answer_of, is_text, messages_of, question_messages
 from tasks.runtime.data.rows import Row, RowError
 
 
@@ -35,7 +35,7 @@ def chat_answers(row: Row, columns: tuple[str, ...], data: Data) -> tuple[Messag
 
 
 def _prompt_messages(row: Row, column: str, data: Data) -> Messages:
-    if isinstance(row.value(column), str):
+    if is_text(row.value(column)):
         return question_messages(row, column, data)
     if unread := [name for name in (*INPUTS, HISTORY) if name not in (column, *data.ignore_columns)
                   and row.fields().get(name)]:  # fmt: skip

@@ -13,7 +13,7 @@ from strata_platform.spec.data import Data
 from tasks.runtime.data.chat import ChatTemplate, resolve_template
 from tasks.runtime.data.encode import Encoder
 from tasks.runtime.data.formats import make_format
-from tasks.runtime.data.messages import messages_of
+from tasks.runtime.data.messages import is_empty_answer, messages_of
 from tasks.runtime.data.rows import Row, RowError
 from tasks.runtime.data.tokenizer import train_tokenizer
 
@@ -526,3 +526,37 @@ def test_a_role_that_the_template_does_not_name_is_refused(tokenizer: PreTrained
         _learned(tokenizer, "chatml", talk)
     template = file("{# 'developer' #}" + _without("false"))
     assert _learned(tokenizer, template, talk)[0][0].startswith("<|im_start|>developer\nBe brief.")
+
+
+EMPTY = {"role": "assistant", "content": " "}
+
+
+@pytest.mark.parametrize(
+    "messages, learned",
+    [
+        ([TALK[1], EMPTY], None),
+        ([TALK[1], EMPTY, TALK[1], EMPTY], None),
+        ([TALK[1], {**EMPTY, "weight": 0}, TALK[1], TALK[2]], "Hi.<|im_end|>"),
+        ([TALK[1], EMPTY, TALK[1], TALK[2]], RowError),
+    ],
+    ids=["alone", "all", "without loss", "among others"],
+)
+def test_an_empty_answer_is_not_learned_as_an_end(
+    messages: list[dict[str, Any]], learned: Any, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """A row of nothing else is skipped and counted, as a question without an answer is."""
+    build = make_format("chat", ("messages",), tokenizer, Data(chat_template="chatml")).documents
+    row = Row("row 1", {"messages": messages})
+    if learned is RowError:
+        with pytest.raises(RowError, match=r"row 1: message 2, of the assistant, is empty, .*; remove it, or gi"):
+            build(row)
+    else:
+        found = ["".join(part.text for part in one.segments if part.generated) for one in build(row)]
+        assert found == ([] if learned is None else [learned])
+
+
+def test_a_turn_of_reasoning_or_calls_alone_is_an_answer() -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+    assert [is_empty_answer(one) for one in (EMPTY, call, {**EMPTY, "thinking": "Hm."}, TALK[1] | {"content": ""})] == [
+        True, False, False, False,
+    ]  # fmt: skip

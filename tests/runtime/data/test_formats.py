@@ -151,3 +151,38 @@ def test_roles_of_rows_without_roles_are_refused(prepared: Prepare) -> None:
 
 def test_there_are_the_forms_that_people_have() -> None:
     assert len(READ) + len(REFUSED) >= 40
+
+
+TURNS = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "objective"),
+    [
+        ({"messages": json.dumps(TURNS)}, "sft"),
+        ({"prompt": json.dumps(TURNS[:1]), "completion": json.dumps(TURNS[1:], indent=1)}, "sft"),
+        ({"prompt": "2 + 2?", "completion": json.dumps(TURNS[1:])}, "sft"),
+        (
+            {"chosen": json.dumps(TURNS), "rejected": json.dumps([TURNS[0], {"role": "assistant", "content": "5"}])},
+            "dpo",
+        ),
+    ],
+    ids=["messages", "prompt and completion", "a completion", "pairs"],
+)
+def test_messages_that_a_table_holds_as_json_are_read(row: dict[str, str], objective: str, prepared: Prepare) -> None:
+    data = prepared(row, objective)
+    text = data.tokenizer().decode(data.train[0]["input_ids"])
+    assert text.startswith("<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[{'role': 'user', 'content': 'Hi'}]", "not a list of messages or JSON of one; write it by json.dumps"),
+        ('[{"role": "user", "content": "Hi"}', "begins as the JSON of messages, but is not valid"),
+    ],
+    ids=["Python", "cut"],
+)
+def test_messages_in_another_notation_are_refused(text: str, problem: str, prepared: Prepare) -> None:
+    with pytest.raises(ValueError, match=problem):
+        prepared({"messages": text}, "sft")
