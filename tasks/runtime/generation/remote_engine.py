@@ -35,7 +35,7 @@ from tasks.runtime.generation.serving import (
     shared_token,
 )
 from tasks.runtime.generation.vllm_engine import save_configuration
-from tasks.runtime.generation.weight_stream import GroupAddress, WeightGroup, send_weights
+from tasks.runtime.generation.weight_stream import GroupAddress, TransferBroken, WeightGroup, send_weights
 from tasks.runtime.process.errors import Unreachable
 from tasks.runtime.process.ranks import Processes
 
@@ -89,7 +89,8 @@ class RemoteGenerator:
         self._port, self._patience = int(port), patience
         self._token = shared_token(self._host)
         # Of this attempt: an earlier one, should it still run somewhere, is refused from now on.
-        self._key: str = processes.on_main(lambda: secrets.token_hex(16))
+        # Keys sort by when their processes started.
+        self._key: str = processes.on_main(lambda: f"{time.time_ns():020d}-{secrets.token_hex(16)}")
         self._version = 0
         with tempfile.TemporaryDirectory() as folder:
             save_configuration(model, tokenizer, Path(folder), dtype)
@@ -179,12 +180,17 @@ class RemoteGenerator:
                 weights = checkpoint_weights(self._model, self._dtype)
                 send_weights(weights, WeightGroup(address, 0, self._device))
             ended = _line(response)
-        except (OSError, http.client.HTTPException, RuntimeError) as error:
+        except (OSError, http.client.HTTPException, TransferBroken) as error:
             raise _Gone(f"a transfer of weights broke off: {error}") from error
         finally:
             connection.close()
-        if "error" in ended:
-            raise ValueError(f"{self._where} cannot load the weights: {ended['error']}")
+        match ended.get("code"):
+            case "broken":
+                raise _Gone(f"a transfer of weights broke off: {ended['error']}")
+            case "failed":
+                raise self._engine_failed(ended["error"])
+            case "weights":
+                raise ValueError(f"{self._where} cannot load the weights: {ended['error']}")
 
     def _post(self, path: str, asked: dict[str, Any]) -> dict[str, Any]:
         connection = self._connection()
@@ -210,18 +216,21 @@ class RemoteGenerator:
             return response
         try:
             refused = json.loads(response.read())
-            reason = refused["error"]
+            code, reason = refused["code"], refused["error"]
         except (ValueError, KeyError, TypeError):
             # Something on the way answers for a server that is not there.
             raise _Gone(f"status {response.status}") from None
-        match refused["code"]:
+        match code:
             case "no_session":
                 raise _Gone(reason)
             case "failed":
-                raise Unreachable(f"{self._where}: its engine failed: {reason}; its log has the whole error")
+                raise self._engine_failed(reason)
             case "token":
                 raise ValueError(f"{self._where}: {reason} in {TOKEN} than this process; set both to the same")
         raise ValueError(f"{self._where}: {reason}")
+
+    def _engine_failed(self, reason: str) -> Unreachable:
+        return Unreachable(f"{self._where}: its engine failed: {reason}; its log has the whole error")
 
     def _connection(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(self._host, self._port, timeout=_CONNECT_SECONDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from tasks.runtime.generation.embedded import EmbeddedGenerator
 from tasks.runtime.generation.generator import Request, Sample, Sampling
 from tasks.runtime.generation.serving import ServedModel
 from tasks.runtime.generation.vllm_engine import VllmEngine
-from tasks.runtime.generation.weight_stream import GroupAddress, WeightGroup, receive_weights
+from tasks.runtime.generation.weight_stream import GroupAddress, TransferBroken, WeightGroup, receive_weights
 
 
 class ServedEngine(Protocol):
@@ -26,7 +27,12 @@ class ServedEngine(Protocol):
     """Processes that get weights."""
 
     def receive(self, address: GroupAddress) -> None:
-        """Get the weights, as a model's files have them, in a group of `receivers` + 1 processes."""
+        """Get the weights, as a model's files have them, in a group of `receivers` + 1 processes.
+
+        Raises:
+            TransferBroken: another process of the group is gone.
+            ValueError, KeyError, TypeError, RuntimeError: they are not those of the model.
+        """
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
         """An answer to each request, in order. See `Generator`."""
@@ -62,12 +68,14 @@ class ServedEmbedded:
 
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         file = self._folder / "model.safetensors"
-        # A part of a transfer is one tensor, of which these are views.
-        save_file({name: weight.to("cpu", copy=True) for name, weight in weights}, file, metadata={"format": "pt"})
-        loaded, found = AutoModelForCausalLM.from_pretrained(
-            self._folder, dtype=self._served.torch_dtype, output_loading_info=True
-        )
-        file.unlink()
+        try:
+            # A part of a transfer is one tensor, of which these are views.
+            save_file({name: weight.to("cpu", copy=True) for name, weight in weights}, file, metadata={"format": "pt"})
+            loaded, found = AutoModelForCausalLM.from_pretrained(
+                self._folder, dtype=self._served.torch_dtype, output_loading_info=True
+            )
+        finally:
+            file.unlink(missing_ok=True)
         wrong = [*found["missing_keys"], *found["unexpected_keys"]]
         if wrong:
             raise ValueError(f"{len(wrong)} weights are missing, or not those of the model, among them {wrong[0]!r}")
@@ -138,6 +146,14 @@ def load_received(group: WeightGroup, load: Callable[[Iterator[tuple[str, Tensor
     weights = receive_weights(group)
     try:
         load(weights)
-    finally:
-        for _ in weights:
-            pass
+    except BaseException:
+        # The sender may be gone by now, which must not hide why loading failed.
+        with suppress(TransferBroken):
+            _drop(weights)
+        raise
+    _drop(weights)
+
+
+def _drop(weights: Iterator[tuple[str, Tensor]]) -> None:
+    for _ in weights:
+        pass

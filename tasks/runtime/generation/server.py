@@ -15,6 +15,7 @@ import argparse
 import hmac
 import json
 import logging
+import signal
 import socket
 import sys
 import tempfile
@@ -29,7 +30,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
-from strata_platform.outcomes import BAD_INPUT
+from strata_platform.outcomes import BAD_INPUT, PREEMPTED
 from tasks.runtime.generation.generator import Request, Sample, Sampling
 from tasks.runtime.generation.served_engines import ServedEmbedded, ServedEngine, ServedVllm
 from tasks.runtime.generation.serving import (
@@ -42,7 +43,7 @@ from tasks.runtime.generation.serving import (
     shared_token,
 )
 from tasks.runtime.generation.vllm_engine import require_vllm
-from tasks.runtime.generation.weight_stream import GroupAddress
+from tasks.runtime.generation.weight_stream import GroupAddress, TransferBroken
 
 log = logging.getLogger(__name__)
 
@@ -112,9 +113,13 @@ class GenerationServer(ThreadingHTTPServer):
         """How the engine failed; "" while it has not."""
 
     def open_session(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Serve the process that calls itself `key` from now on. Its weights' version, None if there are none."""
+        """Serve the process that calls itself `key` from now on. Its weights' version, None if there are none.
+
+        Keys are in the order in which processes have started.
+        """
         model, key = ServedModel.from_json(asked["model"]), str(asked["key"])
         with self._lock:
+            self._require_working()
             if model.engine != self._engine_name:
                 raise Refused(
                     HTTPStatus.CONFLICT,
@@ -134,6 +139,7 @@ class GenerationServer(ThreadingHTTPServer):
                     "other_model",
                     f"the server already serves {what}, and one server serves one run; start it again, or another one",
                 )
+            self._require_newest(key)
             if key != self._session:
                 self._session, self._version = key, None
             return {"weights": self._version}
@@ -155,11 +161,17 @@ class GenerationServer(ThreadingHTTPServer):
             own = GroupAddress(here, self._weights_port, prefix, size, backend, loopback=self._host in LOOPBACK)
             try:
                 served.engine.receive(own)
-            except (ValueError, RuntimeError) as error:
-                # The process that trains was killed, or sent what the engine does not know: the next transfer is
-                # another one.
-                log.warning("a transfer of weights failed: %s", error)
-                return {"error": str(error)}
+            except TransferBroken as error:
+                # The process that trains was killed, or the network failed: the next transfer is another one.
+                log.warning("a transfer of weights broke off: %s", error)
+                return {"code": "broken", "error": str(error)}
+            except torch.OutOfMemoryError as error:
+                return {"code": "failed", "error": self._fail(error)}
+            except (ValueError, KeyError, TypeError, RuntimeError) as error:
+                log.warning("the engine cannot load the weights", exc_info=error)
+                return {"code": "weights", "error": f"{type(error).__name__}: {error}"}
+            except Exception as error:
+                return {"code": "failed", "error": self._fail(error)}
             self._version = version
             return {"weights": version}
 
@@ -201,11 +213,17 @@ class GenerationServer(ThreadingHTTPServer):
         self._folder.cleanup()
 
     def _require_session(self, asked: dict[str, Any]) -> _Served:
-        if self._served is None or not self._session:
+        self._require_working()
+        key = str(asked["key"])
+        self._require_newest(key)
+        # A newer process has a session after it has asked for one, also where an older one was faster after a restart.
+        if self._served is None or key != self._session:
             raise Refused(HTTPStatus.CONFLICT, "no_session", "the server was started again since")
-        if asked["key"] != self._session:
-            raise Refused(HTTPStatus.CONFLICT, "taken", "another process of this run has taken the server over")
         return self._served
+
+    def _require_newest(self, key: str) -> None:
+        if key < self._session:
+            raise Refused(HTTPStatus.CONFLICT, "taken", "another process of this run has taken the server over")
 
     def _require_weights(self, version: int) -> None:
         if self._version != version:
@@ -216,10 +234,19 @@ class GenerationServer(ThreadingHTTPServer):
         try:
             return work()
         except Exception as error:
-            self.failed = f"{type(error).__name__}: {error}"
-            log.exception("the engine failed, and the server ends")
-            Thread(target=self.shutdown, daemon=True).start()
-            raise Refused(HTTPStatus.INTERNAL_SERVER_ERROR, "failed", self.failed) from error
+            raise Refused(HTTPStatus.INTERNAL_SERVER_ERROR, "failed", self._fail(error)) from error
+
+    def _fail(self, error: Exception) -> str:
+        """End the server after what broke the engine. Returns what a client is told."""
+        self.failed = f"{type(error).__name__}: {error}"
+        log.error("the engine failed, and the server ends", exc_info=error)
+        Thread(target=self.shutdown, daemon=True).start()
+        return self.failed
+
+    def _require_working(self) -> None:
+        """A broken engine is not asked again by the requests that wait."""
+        if self.failed:
+            raise Refused(HTTPStatus.INTERNAL_SERVER_ERROR, "failed", self.failed)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -316,7 +343,7 @@ def engine_maker(engine: str, tensor_parallel: int, memory: float) -> MakeEngine
 
 
 def main() -> int:
-    """Serve until the process is ended. Exit codes: 2 for a setting that cannot be used, 1 after the engine failed."""
+    """Serve until SIGTERM. Exit codes: 2 for a setting that cannot be used, 1 after the engine failed."""
     from tasks.runtime.process.log import configure_logging
 
     parser = argparse.ArgumentParser(prog="python -m tasks.runtime.generation.server", description=__doc__)
@@ -338,11 +365,23 @@ def main() -> int:
             given.host, given.port, make,
             engine=given.engine, weights_port=given.weights_port, token=shared_token(given.host),
         )  # fmt: skip
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(error, file=sys.stderr)
         return BAD_INPUT.exit_code
+    except OSError as error:
+        print(
+            f"cannot listen on --host {given.host} with --port {given.port} and --weights-port {given.weights_port}: "
+            f"{error}; choose others",
+            file=sys.stderr,
+        )
+        return BAD_INPUT.exit_code
     log.info("listening on %s:%d, weights on %d", given.host, given.port, given.weights_port)
-    server.serve_forever()
+    # The first process of a container ignores it by default.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(PREEMPTED.exit_code))
+    try:
+        server.serve_forever()
+    finally:
+        server.close()
     return 1
 
 

@@ -123,9 +123,13 @@ def shared_token(host: str) -> str:
     """The secret of the environment; "" where none is set and `host` is this machine alone.
 
     Raises:
-        ValueError: none is set, and others can reach `host`.
+        ValueError: none is set, and others can reach `host`; or it cannot be sent.
     """
-    token = os.environ.get(TOKEN, "")
+    # Files that Secrets are made of often end with a line break.
+    token = os.environ.get(TOKEN, "").strip()
+    # Here: http.client would put the secret into its error.
+    if not (token.isascii() and token.isprintable()):
+        raise ValueError(f"{TOKEN} has characters that no header of HTTP may have; use printable ASCII alone")
     if not token and host not in LOOPBACK:
         raise ValueError(
             f"{TOKEN} is not set, and whoever reaches {host} could take the weights over; set it to the same secret "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -47,32 +48,47 @@ class GroupAddress:
     """How long a member waits for another."""
 
 
+class TransferBroken(RuntimeError):
+    """A member of a transfer is gone, or does not come in time. Another transfer may succeed."""
+
+
 class WeightGroup:
     """A process group of one transfer, apart from the default group of the process.
 
     Raises:
-        RuntimeError: the other members do not come in time.
+        TransferBroken: the other members do not come in time.
     """
 
     def __init__(self, address: GroupAddress, rank: int, device: torch.device) -> None:
         timeout = timedelta(seconds=address.seconds)
-        store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-            address.host, address.port, is_master=False, timeout=timeout
-        )
-        store = dist.PrefixStore(address.prefix, store)  # type: ignore[attr-defined]
         self.device = torch.device("cpu") if address.backend == "gloo" else device
         self._timeout = timeout
-        self._group = _MAKERS[address.backend](store, rank, address, timeout)
+        with _breaks():
+            store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+                address.host, address.port, is_master=False, timeout=timeout
+            )
+            store = dist.PrefixStore(address.prefix, store)  # type: ignore[attr-defined]
+            self._group = _MAKERS[address.backend](store, rank, address, timeout)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Send `tensor` from rank 0, or overwrite it with what rank 0 sends. PyTorch: `dist.broadcast(tensor, 0)`.
 
         Raises:
-            RuntimeError: a member is gone, or does not come in time.
+            TransferBroken: a member is gone, or does not come in time.
         """
         if tensor.numel():
-            self._group.broadcast(tensor, 0).wait(self._timeout)
+            with _breaks():
+                self._group.broadcast(tensor, 0).wait(self._timeout)
         return tensor
+
+
+@contextmanager
+def _breaks() -> Iterator[None]:
+    """Raise a failure of torch's stores and groups, a RuntimeError like many others, as `TransferBroken`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransferBroken(str(error)) from error
 
 
 def _gloo(store: Any, rank: int, address: GroupAddress, timeout: timedelta) -> Any:
@@ -98,7 +114,7 @@ def send_weights(weights: Iterable[tuple[str, Tensor]], group: WeightGroup) -> N
     """Send names and weights, in order. Called by rank 0.
 
     Raises:
-        RuntimeError: a receiver is gone, or does not come in time.
+        TransferBroken: a receiver is gone, or does not come in time.
     """
     part: list[tuple[str, Tensor]] = []
     size = 0
@@ -118,7 +134,7 @@ def receive_weights(group: WeightGroup) -> Iterator[tuple[str, Tensor]]:
     """Names and weights that rank 0 sends, on the group's device; the next part overwrites none of them.
 
     Raises:
-        RuntimeError: the sender is gone, or does not come in time.
+        TransferBroken: the sender is gone, or does not come in time.
         ValueError: what came is no part of a transfer.
     """
     while True:

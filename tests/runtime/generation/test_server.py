@@ -11,18 +11,28 @@ import time
 import urllib.request
 from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import torch
 
+from strata_platform.outcomes import BAD_INPUT, PREEMPTED
 from strata_platform.spec.model import Lora
 from tasks.runtime.evaluation.evaluate_model import evaluate
 from tasks.runtime.generation import Sampling, require_engine
 from tasks.runtime.generation.remote_engine import RemoteGenerator
-from tasks.runtime.generation.served_engines import ServedEmbedded
-from tasks.runtime.generation.server import GenerationServer
-from tasks.runtime.generation.serving import TOKEN, ServedModel, requests_from_json, sampling_to_json
-from tasks.runtime.generation.weight_stream import GroupAddress, WeightGroup, receive_weights, send_weights
+from tasks.runtime.generation.served_engines import ServedEmbedded, load_received
+from tasks.runtime.generation.server import GenerationServer, main
+from tasks.runtime.generation.serving import TOKEN, ServedModel, requests_from_json, sampling_to_json, shared_token
+from tasks.runtime.generation.vllm_engine import save_configuration
+from tasks.runtime.generation.weight_stream import (
+    GroupAddress,
+    TransferBroken,
+    WeightGroup,
+    _send_part,
+    receive_weights,
+    send_weights,
+)
 from tasks.runtime.models.lora import add_adapter
 from tasks.runtime.models.trained_weights import collect_weights
 from tasks.runtime.process.errors import Unreachable
@@ -230,9 +240,148 @@ def test_a_server_that_stays_away_ends_the_attempt_as_one_that_may_be_repeated()
     assert Unreachable.outcome.retryable
 
 
+def test_what_answers_for_a_server_that_is_not_there_is_no_answer():
+    """Such as a proxy, with JSON of its own."""
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(503)
+            self.end_headers()
+            self.wfile.write(b'{"error": "no upstream"}')
+
+        def log_message(self, *args):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Proxy) as proxy:
+        thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        with pytest.raises(Unreachable, match="was gone for 0 s: status 503"):
+            client(build(), f"127.0.0.1:{proxy.server_port}", patience=0.0)
+        proxy.shutdown()
+        thread.join()
+
+
 class Failing(ServedEmbedded):
     def generate(self, wanted, sampling):
         raise MemoryError("no keys and values left")
+
+
+class FailingOnce(ServedEmbedded):
+    """Notes how often it was asked; fails when `go` is set."""
+
+    go, asked = threading.Event(), []
+
+    def generate(self, wanted, sampling):
+        self.asked.append(len(wanted))
+        assert self.go.wait(60)
+        raise MemoryError("no keys and values left")
+
+
+def test_an_engine_that_failed_is_not_asked_again():
+    """By requests of other terms, which wait."""
+    model = build()
+    with serving(FailingOnce) as server:
+        made = client(model, server)
+        made.update_weights()
+        said = []
+
+        def ask(sampling):
+            with pytest.raises(Unreachable) as error:
+                made.generate(requests(), sampling)
+            said.append(str(error.value))
+
+        threads = [threading.Thread(target=ask, args=(sampling,)) for sampling in (DRAWN, GREEDY)]
+        for thread in threads:
+            thread.start()
+        while len(server._waiting) < 2:
+            time.sleep(0.001)
+        FailingOnce.go.set()
+        for thread in threads:
+            thread.join()
+    assert len(said) == 2 and all("no keys and values left" in one for one in said)
+    assert len(FailingOnce.asked) == 1
+
+
+class Loading(ServedEmbedded):
+    """Gets the weights, then fails with the first of `errors`, if one is left."""
+
+    errors = []
+
+    def receive(self, address):
+        super().receive(address)
+        if self.errors:
+            raise self.errors.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (KeyError("layers.0.up"), ValueError, "cannot load the weights: KeyError: 'layers.0.up'"),
+        (RuntimeError("size mismatch"), ValueError, "cannot load the weights: RuntimeError: size mismatch"),
+        (OSError("No space left"), Unreachable, "its engine failed: OSError: No space left"),
+        (torch.OutOfMemoryError("of the GPU"), Unreachable, "its engine failed: OutOfMemoryError: of the GPU"),
+    ],
+    ids=["name", "shape", "disk", "memory"],
+)
+def test_a_run_is_told_why_its_weights_were_not_loaded(error, kind, said, monkeypatch):
+    """And the server ends if another transfer would not help."""
+    monkeypatch.setattr(Loading, "errors", [error])
+    with serving(Loading) as server:
+        made = client(build(), server)
+        with pytest.raises(kind, match=said):
+            made.update_weights()
+        assert bool(server.failed) == (kind is Unreachable)
+
+
+def test_a_transfer_that_breaks_off_at_the_server_alone_is_repeated(monkeypatch):
+    monkeypatch.setattr(Loading, "errors", [TransferBroken("connection reset")])
+    model = build()
+    with serving(Loading) as server:
+        made = client(model, server)
+        made.update_weights()
+        require_same(made.generate(requests(), DRAWN), embedded(model).generate(requests(), DRAWN))
+    assert not Loading.errors
+
+
+def test_an_error_of_the_run_is_not_taken_for_one_of_the_transfer(monkeypatch):
+    def merged(*_):
+        raise RuntimeError("out of memory")
+        yield
+
+    monkeypatch.setattr("tasks.runtime.generation.remote_engine.checkpoint_weights", merged)
+    with serving() as server:
+        made = client(build(), server, patience=0.0)
+        with pytest.raises(RuntimeError, match="^out of memory"):
+            made.update_weights()
+
+
+def test_a_sender_that_dies_hides_no_error_of_loading():
+    address, store = meeting()
+
+    def send():
+        group = WeightGroup(address, 0, torch.device("cpu"))
+        _send_part([("a", torch.ones(2))], group)
+
+    def load(weights):
+        next(weights)
+        raise ValueError("the model has no weight 'a'")
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    with pytest.raises(ValueError, match="no weight 'a'"):
+        load_received(WeightGroup(address, 1, torch.device("cpu")), load)
+    thread.join()
+    del store
+
+
+def test_weights_that_cannot_be_loaded_leave_no_file_behind(tmp_path):
+    model = build()
+    save_configuration(model, words(model.config.vocab_size), tmp_path, torch.float32)
+    engine = ServedEmbedded(ServedModel.from_json(MODEL), tmp_path)
+    with pytest.raises(RuntimeError, match="size"):
+        engine._load(iter([("model.embed_tokens.weight", torch.zeros(1, 1))]))
+    assert not (tmp_path / "model.safetensors").exists()
 
 
 def test_an_engine_that_fails_ends_the_server_and_the_attempt():
@@ -291,6 +440,36 @@ def test_one_server_serves_the_newest_process_of_one_run():
         with pytest.raises(ValueError, match="another process of this run"):
             old.update_weights()
         require_same(new.generate(requests(), DRAWN), embedded(model).generate(requests(), DRAWN))
+
+
+def test_the_newest_process_has_the_server_also_after_it_was_started_again():
+    """Whichever of two asks first. The old one is an attempt that was lost and still runs."""
+    model = build()
+    port = free_port()
+    with serving(port=port):
+        old, new = (client(model, f"127.0.0.1:{port}") for _ in range(2))
+    with serving(port=port) as server:
+        old.update_weights()
+        new.update_weights()
+        require_same(new.generate(requests(), DRAWN), embedded(model).generate(requests(), DRAWN))
+        for ask in (old.update_weights, old._open):
+            with pytest.raises(ValueError, match="another process of this run has taken the server over"):
+                ask()
+        assert server._session == new._key
+
+
+@pytest.mark.parametrize("secret", ["rig\nht", "r\u00efght"])
+def test_a_secret_that_cannot_be_sent_is_not_shown(secret, monkeypatch):
+    monkeypatch.setenv(TOKEN, secret)
+    with pytest.raises(ValueError, match=f"{TOKEN} has characters") as error:
+        shared_token("127.0.0.1")
+    assert "ght" not in str(error.value)
+
+
+def test_a_line_break_behind_the_secret_is_none_of_it(monkeypatch):
+    monkeypatch.setenv(TOKEN, "right\n")
+    with serving(token="right") as server:
+        client(build(), server)
 
 
 def test_a_request_without_the_secret_is_refused(monkeypatch, tmp_path):
@@ -364,6 +543,37 @@ def started(*options):
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        monkeypatch.setattr(sys, "argv", ["server", "--engine", "embedded", "--port", port])
+        assert main() == BAD_INPUT.exit_code
+    assert f"cannot listen on --host 127.0.0.1 with --port {port}" in capsys.readouterr().err
+
+
+def test_sigterm_ends_it_and_leaves_no_files(monkeypatch, tmp_path):
+    """In a container it is the first process, which ignores the signal unless it has a handler."""
+    port = free_port()
+    monkeypatch.setattr(sys, "argv", ["server", "--engine", "embedded", "--port", str(port), "--weights-port", "0"])
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    child = os.fork()
+    if child == 0:
+        code = 0
+        try:
+            code = main()
+        except SystemExit as end:
+            code = end.code
+        finally:
+            os._exit(code)
+    model = build()
+    client(model, f"127.0.0.1:{port}")
+    assert any(folder.is_dir() for folder in tmp_path.iterdir())
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == PREEMPTED.exit_code
+    assert not any(tmp_path.iterdir())
 
 
 class TestVllm:
