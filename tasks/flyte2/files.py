@@ -25,8 +25,11 @@ def is_local() -> bool:
 async def stored(path: Path, sleep: Sleep = asyncio.sleep) -> Dir | File:
     """A folder or a file as a task's output. Without a cluster, Flyte passes the path.
 
-    While the store is away it is tried again, as long as `store_pauses` says. Raises Retry after that.
+    While the store is away it is tried again, as long as `store_pauses` says. Raises Retry after that, and
+    FileNotFoundError if `path` is not there.
     """
+    if not path.exists():
+        raise FileNotFoundError(f"{path} was to be stored, and is not there")
     kind = Dir if path.is_dir() else File
     waited = 0.0
     for pause in (*store_pauses(), None):

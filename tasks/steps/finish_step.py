@@ -6,6 +6,7 @@ One step, because both need the packages and the GPU that training needed, and a
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ from tasks.runtime.process.imports import uncollected
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.steps.retry import retried
+
+log = logging.getLogger(__name__)
 
 
 class Finished(NamedTuple):
@@ -69,5 +72,9 @@ def stored_outputs(spec: RunSpec, recipe: DataRecipe) -> Outputs | None:
     note = RunFolder.of(spec).stored_outputs
     if not note.exists():
         return None
-    outputs = Outputs(**json.loads(note.read_text(encoding="utf-8")))
+    try:
+        outputs = Outputs(**json.loads(note.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        log.warning("%s cannot be read (%s); the outputs of the run are made again", note, error)
+        return None
     return outputs if outputs[:2] == (spec.hash(), recipe.hash()) else None

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from flytekit.configuration import FastSerializationSettings, Image, ImageConfig, SerializationSettings
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
 from flytekit.models.core.types import BlobType
@@ -27,25 +26,13 @@ from tasks.prepare import plan
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.steps.train_step import MAX_RESTARTS
 from tasks.topology import SHAPES, task_for, training_task
+from tests.workflows.helpers.flyte_1_templates import SETTINGS, template
 from workflows.finetune import finetune, train_on_parts
 from workflows.scheduled import scheduled
 from workflows.sweep import run_all
 
 ROOT = Path(__file__).parents[2]
 TASKS = {shape: training_task(*shape) for shape in SHAPES}
-IMAGE = Image(name="default", fqn="registry.example/strata", tag="1")
-SETTINGS = SerializationSettings(
-    project="p",
-    domain="d",
-    version="v",
-    image_config=ImageConfig(default_image=IMAGE, images=[IMAGE]),
-    env={},
-    fast_serialization_settings=FastSerializationSettings(enabled=False),
-)
-
-
-def template(task):
-    return get_serializable(OrderedDict(), SETTINGS, task).template
 
 
 def sent_with(entity):

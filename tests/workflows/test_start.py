@@ -10,6 +10,7 @@ from flytekit.core.data_persistence import FileAccessProvider
 from strata_platform.spec import RunSpec
 from tasks import finish, prepare
 from tasks.runtime.run_folder.folder import RunFolder
+from tasks.steps.finish_step import stored_outputs
 from tests.workflows.test_serialization import compiled_by
 from workflows.finetune import start
 
@@ -87,3 +88,12 @@ def test_a_run_that_has_finished_starts_nothing_and_has_the_same_outputs(spec, t
     assert not started(spec)[0]
     STORE.rm(outputs["report"])
     assert set(started(spec)[0]) == {PREPARE, *TRAINING}
+
+
+@pytest.mark.parametrize("text", ['{"spec_hash": "a', '{"model": "of other fields"}', "[]"])
+def test_a_note_of_outputs_that_cannot_be_read_is_none(spec, text, caplog):
+    folder = RunFolder.of(spec)
+    folder.create()
+    folder.stored_outputs.write_text(text)
+    assert stored_outputs(spec, prepare.plan(spec).recipe) is None
+    assert f"{folder.stored_outputs} cannot be read" in caplog.text

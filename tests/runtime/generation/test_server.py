@@ -12,6 +12,7 @@ import urllib.request
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import ClassVar
 
 import pytest
 import torch
@@ -306,7 +307,7 @@ def test_an_engine_that_failed_is_not_asked_again():
 class Loading(ServedEmbedded):
     """Gets the weights, then fails with the first of `errors`, if one is left."""
 
-    errors = []
+    errors: ClassVar = []
 
     def receive(self, address):
         super().receive(address)
@@ -352,7 +353,7 @@ def test_an_error_of_the_run_is_not_taken_for_one_of_the_transfer(monkeypatch):
     monkeypatch.setattr("tasks.runtime.generation.remote_engine.checkpoint_weights", merged)
     with serving() as server:
         made = client(build(), server, patience=0.0)
-        with pytest.raises(RuntimeError, match="^out of memory"):
+        with pytest.raises(RuntimeError, match=r"^out of memory"):
             made.update_weights()
 
 
