@@ -535,12 +535,12 @@ def test_what_is_no_request_is_refused_and_the_server_goes_on():
 
 @contextmanager
 def started(*options):
-    """The server as a user starts it; its address."""
+    """The server as a user starts it: its address, and the process."""
     ports = [free_port(), free_port()]
     command = [sys.executable, "-m", "tasks.runtime.generation.server", "--port", str(ports[0])]
     process = subprocess.Popen([*command, "--weights-port", str(ports[1]), *options])
     try:
-        yield f"127.0.0.1:{ports[0]}"
+        yield f"127.0.0.1:{ports[0]}", process
     finally:
         process.kill()
         process.wait()
@@ -556,24 +556,12 @@ def test_a_port_that_is_taken_is_named(monkeypatch, capsys):
 
 def test_sigterm_ends_it_and_leaves_no_files(monkeypatch, tmp_path):
     """In a container it is the first process, which ignores the signal unless it has a handler."""
-    port = free_port()
-    monkeypatch.setattr(sys, "argv", ["server", "--engine", "embedded", "--port", str(port), "--weights-port", "0"])
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    child = os.fork()
-    if child == 0:
-        code = 0
-        try:
-            code = main()
-        except SystemExit as end:
-            code = end.code
-        finally:
-            os._exit(code)
-    model = build()
-    client(model, f"127.0.0.1:{port}")
-    assert any(folder.is_dir() for folder in tmp_path.iterdir())
-    os.kill(child, signal.SIGTERM)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == PREEMPTED.exit_code
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with started("--engine", "embedded") as (address, process):
+        client(build(), address)
+        assert any(tmp_path.iterdir())
+        process.terminate()
+        assert process.wait(60) == PREEMPTED.exit_code
     assert not any(tmp_path.iterdir())
 
 
@@ -586,7 +574,7 @@ class TestVllm:
         """In its process, from where the weights go to one worker, or to two that have a part of each."""
         changes = dict(FAMILIES[family])
         model = build(changes.pop("family", family), **changes).eval()
-        with started("--tensor-parallel", str(workers)) as address:
+        with started("--tensor-parallel", str(workers)) as (address, _):
             made = client(model, address, engine="vllm", temperature=1.0, patience=600.0)
             for _ in range(2):
                 made.update_weights()
