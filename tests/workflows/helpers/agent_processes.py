@@ -1,5 +1,6 @@
 """Training processes that end in one way or another, under the elastic agent of `tasks.steps.agent`."""
 
+import logging
 import os
 import signal
 import sys
@@ -33,6 +34,8 @@ def ends(spec: RunSpec, data: Path) -> Trained:
 if __name__ == "__main__":
     from tests.workflows.helpers import agent_processes
 
+    # To format an error, torch imports its compiler, which takes seconds.
+    logging.disable(logging.ERROR)
     # By its module's name: the processes load it anew.
     agent.train = agent_processes.ends
     agent.prepare_pod = lambda spec: None
