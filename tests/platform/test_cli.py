@@ -44,7 +44,7 @@ PATHS = {
 
 
 def run(*command, **options):
-    return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=600, **options)
 
 
 def strata(*arguments, **options):

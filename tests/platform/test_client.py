@@ -70,7 +70,7 @@ def test_a_run_from_its_submission_to_its_outputs(client, behave, workspace):
     assert not run.is_done
 
     seen = []
-    ended = client.wait("run", timeout=60, show=seen.append)
+    ended = client.wait("run", timeout=600, show=seen.append)
     assert (ended.phase, ended.stage, ended.message) == (Phase.SUCCEEDED, None, "")
     assert (ended.step, ended.steps, ended.restarts, ended.eta) == (3, 3, 0, None)
     assert ended.submitted <= ended.started <= ended.ended
@@ -100,7 +100,7 @@ def test_a_run_from_its_submission_to_its_outputs(client, behave, workspace):
 def test_a_run_that_stopped_early_says_so(client, behave, capsys, monkeypatch):
     behave("stops early")
     client.submit(spec())
-    ended = client.wait("run", timeout=60)
+    ended = client.wait("run", timeout=600)
     assert (ended.phase, ended.step, ended.steps, ended.stopped_early) == (Phase.SUCCEEDED, 3, 10, 3)
     assert ended.eval_loss == 1.25
     assert [point.step for point in client.metrics("run")] == [1, 2, 3]
@@ -133,7 +133,7 @@ def test_below_the_log_a_terminal_shows_what_the_run_does(monkeypatch, capsys):
 def test_a_text_that_looks_like_a_stage_is_a_line(client, behave):
     behave("prints a text")
     client.submit(spec())
-    assert client.wait("run", timeout=60).phase is Phase.SUCCEEDED
+    assert client.wait("run", timeout=600).phase is Phase.SUCCEEDED
     assert [line.text for line in client.logs("run")] == ["rank 0, start 1", '@strata {"stage": "boom"}']
     assert [event.reason for event in client.events("run")] == ["Submitted", "Started", "Succeeded"]
 
@@ -168,7 +168,7 @@ def test_a_killed_process_starts_the_run_again_and_those_who_follow_see_all_of_i
 def test_a_run_that_fails_says_why(client, behave, how, shape, starts, message):
     behave(how)
     client.submit(spec(**shape))
-    run = client.wait("run", timeout=120)
+    run = client.wait("run", timeout=600)
     assert run.phase is Phase.FAILED
     assert run.message.startswith(message)
     assert sum(event.reason == "Started" for event in client.events("run")) == starts
@@ -182,7 +182,7 @@ def test_a_run_is_repeated_where_flyte_repeats_it(client, behave, monkeypatch, o
     behave("exits once")
     monkeypatch.setenv("STAND_IN_CODE", str(outcome.exit_code))
     client.submit(spec(**shape))
-    run = client.wait("run", timeout=120)
+    run = client.wait("run", timeout=600)
     assert (run.phase, run.restarts) == (Phase.SUCCEEDED, 1)
     died = next(event for event in client.events("run") if event.reason == "Died")
     assert died.message == f"{outcome.message}: it is not to be had now"
@@ -219,7 +219,7 @@ def test_a_run_is_canceled_and_continued_by_submitting_it_again(client, behave, 
 
     behave("finishes")
     client.submit(spec())
-    assert client.wait("run", timeout=60).phase is Phase.SUCCEEDED
+    assert client.wait("run", timeout=600).phase is Phase.SUCCEEDED
     assert [line.text for line in client.logs("run")][:3] == ["rank 0, start 1", "it trains", "rank 0, start 2"]
     assert len(client.list()) == 1
 
@@ -236,13 +236,13 @@ def test_a_supervisor_that_is_killed_leaves_no_process_and_no_run_that_seems_to_
     assert [line.text for line in lines] == ["it trains"]
     # Readable when the process has ended.
     assert select.select([trainer], [], [], 60)[0]
-    ended = client.wait("run", timeout=60)
+    ended = client.wait("run", timeout=600)
     assert ended.phase is Phase.INTERRUPTED
     assert ended.message.startswith("its processes are gone")
 
     behave("finishes")
     client.submit(spec())
-    assert client.wait("run", timeout=60).phase is Phase.SUCCEEDED
+    assert client.wait("run", timeout=600).phase is Phase.SUCCEEDED
 
 
 def test_a_supervisor_that_is_told_to_stop_interrupts_the_run(client, behave):
@@ -250,7 +250,7 @@ def test_a_supervisor_that_is_told_to_stop_interrupts_the_run(client, behave):
     run = client.submit(spec())
     until_it_trains(client)
     os.kill(RunFiles(Path(run.where)).state().pid, signal.SIGTERM)
-    ended = client.wait("run", timeout=60)
+    ended = client.wait("run", timeout=600)
     assert (ended.phase, ended.message.partition(";")[0]) == (Phase.INTERRUPTED, "ended by SIGTERM")
 
 
@@ -264,7 +264,7 @@ def test_a_name_is_one_run(client, behave, workspace):
     client.cancel("run")
     behave("finishes")
     client.submit(spec(output="elsewhere"))
-    assert client.wait("run", timeout=60).where == str(workspace / "elsewhere" / "run")
+    assert client.wait("run", timeout=600).where == str(workspace / "elsewhere" / "run")
     # The first one has lost the name, and is found by its folder.
     assert client.get(str(workspace / "out" / "run")).phase is Phase.ABORTED
 
@@ -303,7 +303,7 @@ def test_what_cannot_fit_is_refused_unless_told_otherwise(workspace, behave):
         client.submit(spec(**LARGE))
     assert client.list() == []
     client.submit(spec(**LARGE), force=True)
-    assert client.wait("run", timeout=60).phase is Phase.SUCCEEDED
+    assert client.wait("run", timeout=600).phase is Phase.SUCCEEDED
     assert client.estimate(spec(**LARGE), GPUS["b200"]).fits
 
 
@@ -315,7 +315,7 @@ def test_what_is_in_host_memory_takes_none_of_the_gpu(workspace, behave, caplog)
         client.submit(spec(**LARGE, **topology, parallel={"type": "fsdp"}))
     client.submit(spec(**LARGE, **topology, parallel={"type": "fsdp", "cpu_offload": True}))
     assert "whether the run fits" not in caplog.text
-    client.wait("run", timeout=60)
+    client.wait("run", timeout=600)
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_of_an_adapter_that_is_not_counted_whole_it_is_not_known_whether_it_fits
     client.submit(spec(model={"name": f"meta-llama/{model}"}, adapter={"type": "lora", **adapter}))
     assert ("whether the run fits is not known: " in caplog.text) is doubted
     assert not doubted or f"adapter.{next(iter(adapter))}" in caplog.text
-    client.wait("run", timeout=60)
+    client.wait("run", timeout=600)
 
 
 def test_what_takes_more_than_is_counted_does_not_fit_where_that_does_not(workspace, behave):
@@ -390,7 +390,7 @@ def test_a_model_of_unknown_shape_is_submitted_with_a_warning(workspace, behave,
     client = Client(OnA100(), poll=0.01)
     client.submit(spec(model={"name": "owner/unheard-of"}))
     assert "whether the run fits is not known: model.name" in caplog.text
-    client.wait("run", timeout=60)
+    client.wait("run", timeout=600)
 
 
 @pytest.mark.parametrize(
@@ -434,7 +434,7 @@ def test_lines_that_a_kill_has_torn_are_left_out_and_harm_no_other(tmp_path):
 
 
 def strata(*arguments, **options):
-    return subprocess.run([STRATA, *arguments], capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run([STRATA, *arguments], capture_output=True, text=True, timeout=600, **options)
 
 
 @pytest.mark.parametrize("option", [("--timeout", "nan"), ("--timeout", "inf"), ("--poll", "inf")], ids=" ".join)

@@ -29,7 +29,7 @@ def test_a_run_from_its_submission_to_its_outputs(backend, tmp_path):
         (2, 5.0),
         (3, 10 / 3),
     ]
-    ended = client.wait("run", timeout=60)
+    ended = client.wait("run", timeout=600)
     assert (ended.phase, ended.stage, ended.step, ended.loss) == (Phase.SUCCEEDED, None, 3, 10 / 3)
     assert [known.name for known in client.list()] == ["run"]
     assert [known.name for known, _ in client.records(since=0)] == ["run"]

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 def start(*arguments, env=None):
     command = [sys.executable, "-X", "importtime", "-m", "tasks.runtime", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=120, env=env)
+    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=600, env=env)
 
 
 def test_a_wrong_spec_ends_with_code_2_before_torch_is_loaded(tmp_path):

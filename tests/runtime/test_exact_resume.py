@@ -114,7 +114,7 @@ def test_bfloat16_weights_come_back_with_their_low_bits_and_random_numbers(proce
     first = start(file, processes)
     wait_for_step(first, 10)
     kill_tree(first.pid, signal.SIGKILL)
-    first.communicate(timeout=120)
+    first.communicate(timeout=600)
     assert "continuing after step" in finish(start(file, processes))
     assert losses(spec) == curve_of(processes, precision)
 
@@ -139,7 +139,7 @@ def test_killed_at_a_random_step_and_started_again(undisturbed, output, number):
     wait_for_step(first, step)
     # All processes of the job, as when a machine is lost.
     kill_tree(first.pid, number)
-    first.communicate(timeout=120)
+    first.communicate(timeout=600)
     assert first.returncode != 0
     assert not RunFolder.of(spec).record.exists()
 
@@ -165,7 +165,7 @@ def test_told_to_stop_it_may_save_first(undisturbed, output):
     wait_for_step(first, 6)
     # As the kubelet does: to the launcher alone, which tells its workers.
     first.terminate()
-    said, _ = first.communicate(timeout=120)
+    said, _ = first.communicate(timeout=600)
     assert first.returncode != 0
     saved = checkpoint.step_of(checkpoint.latest(RunFolder.of(spec).checkpoints))
     assert 6 <= saved < STEPS

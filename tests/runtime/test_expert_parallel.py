@@ -98,7 +98,7 @@ def kill_after(step, file):
         if f"step {step:>2}/" in line:
             break
     kill_tree(launched.pid, signal.SIGKILL)
-    launched.communicate(timeout=120)
+    launched.communicate(timeout=600)
 
 
 @pytest.mark.parametrize("processes", [2, 4])

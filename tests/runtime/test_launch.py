@@ -77,7 +77,7 @@ def launch(tmp_path):
 )
 def test_it_ends_as_its_processes_did(launch, program, code, said):
     with launch(program) as process:
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=600)
     assert process.returncode == code
     assert errors.startswith(said) and bool(errors) == bool(said)
 
@@ -91,11 +91,11 @@ def test_a_pod_that_is_told_to_stop_ends_as_preempted_unless_its_work_is_done(la
     with launch(program) as process:
         assert process.stdout.readline() == "here\n"
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=600)
     assert process.returncode == code
 
 
 def test_a_wrong_spec_is_bad_input(launch):
     with launch("", STRATA_SPEC="training: {steps: no}") as process:
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=600)
     assert process.returncode == 2 and "training.steps" in errors

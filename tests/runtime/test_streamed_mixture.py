@@ -118,7 +118,7 @@ def test_a_streamed_mixture_of_two_ranks_continues_after_a_kill_with_the_rows_of
     children = Path(f"/proc/{killed.pid}/task/{killed.pid}/children").read_text().split()
     for process in (*map(int, children), killed.pid):
         os.kill(process, signal.SIGKILL)
-    killed.communicate(timeout=60)
+    killed.communicate(timeout=600)
     done, parts = parts_done(tmp_path / "streamed")
     assert done == FIRST < parts - 20
     (tmp_path / "streamed" / "go").touch()

@@ -70,7 +70,7 @@ def test_end_of_an_attempt(name, where, says, tmp_path):
         cwd=ROOT,
         text=True,
         capture_output=True,
-        timeout=120,
+        timeout=600,
     )
     assert ended.returncode == 0, ended.stderr
     for words in says:

@@ -148,7 +148,7 @@ def test_the_model_loads_in_a_fresh_interpreter_with_the_logits_of_the_checkpoin
     from tasks.runtime.models.build import build_saved_model, materialize
 
     folder, _ = finished
-    subprocess.run([sys.executable, "-c", LOGITS, folder / "model", tmp_path / "logits"], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", LOGITS, folder / "model", tmp_path / "logits"], check=True, timeout=600)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     ids = tokenizer("def sum(iterable)", return_tensors="pt").input_ids
     trained = build_saved_model(checkpoint := Path(CompletionRecord.load(folder / "record.json").checkpoint))

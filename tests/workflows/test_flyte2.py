@@ -173,7 +173,7 @@ def test_only_what_another_attempt_may_mend_is_tried_again(how, attempts, tmp_pa
 def test_how_a_pod_ends(how, said, tmp_path):
     # In a process of its own, whose main thread gets the signals.
     command = [sys.executable, "-m", "tests.workflows.helpers.agent_processes", how, str(tmp_path)]
-    ended = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=120)
+    ended = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=600)
     assert said in ended.stdout, ended.stderr
 
 

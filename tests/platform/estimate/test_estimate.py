@@ -578,7 +578,7 @@ def test_layouts_keep_weights_of_four_bits():
 def strata(*arguments):
     code = "from strata_platform.cli import main; main()"
     return subprocess.run(
-        [sys.executable, "-c", code, "estimate", *map(str, arguments)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, "estimate", *map(str, arguments)], capture_output=True, text=True, timeout=600
     )
 
 

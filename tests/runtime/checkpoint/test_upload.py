@@ -470,7 +470,7 @@ def test_a_process_ends_while_a_file_is_on_its_way(tmp_path):
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         check=True,
-        timeout=60,
+        timeout=600,
     )
 
 

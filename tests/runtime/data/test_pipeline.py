@@ -519,7 +519,7 @@ def test_a_killed_preparation_leaves_nothing_in_the_place(tmp_path: Path) -> Non
         "    if line.startswith('validation:'): os.kill(os.getpid(), signal.SIGKILL)\n"
         "prepare(DataRecipe.model_validate_json(sys.argv[1]), Path(sys.argv[2]), report=report)\n"
     )
-    killed = subprocess.run([sys.executable, "-c", program, recipe.model_dump_json(), str(out)], timeout=120)
+    killed = subprocess.run([sys.executable, "-c", program, recipe.model_dump_json(), str(out)], timeout=600)
     assert killed.returncode == -signal.SIGKILL
     assert not out.exists() and len(list(tmp_path.iterdir())) == 3  # the rows, the lock, what was built
     assert prepare(recipe, out, report=lambda line: None).manifest.samples_read == 60

@@ -28,7 +28,7 @@ def said():
     ended = subprocess.run(
         [sys.executable, "-m", "tests.runtime.helpers.unhealthy_processes"],
         cwd=ROOT, env={**os.environ, "NODE_NAME": "node-b", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
-        text=True, capture_output=True, timeout=120,
+        text=True, capture_output=True, timeout=600,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return dict(zip(CASES, map(json.loads, ended.stdout.splitlines()), strict=True))

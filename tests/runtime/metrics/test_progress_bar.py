@@ -55,7 +55,7 @@ def written_to_a_terminal(**more):
             break
         written += part
     os.close(ours)
-    assert process.wait(timeout=60) == 0, written
+    assert process.wait(timeout=600) == 0, written
     return written.decode().replace("\r\n", "\n")
 
 
@@ -96,5 +96,7 @@ def test_there_is_none_beside_other_processes_or_on_a_dumb_terminal(why):
 
 
 def test_in_a_file_there_are_only_lines():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment(), timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment(), timeout=600
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "\n".join([*LINES, ""]), "")

@@ -89,7 +89,7 @@ def test_processes_find_each_other_again_after_a_restart(tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
     script = ROOT / "tests" / "runtime" / "helpers" / "restart_once.py"
     ended = subprocess.run(
-        [*launcher, str(script), str(pipe)], cwd=ROOT, text=True, capture_output=True, timeout=120,
+        [*launcher, str(script), str(pipe)], cwd=ROOT, text=True, capture_output=True, timeout=600,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr

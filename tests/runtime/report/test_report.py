@@ -680,7 +680,7 @@ def test_nothing_overflows_in_a_browser(width, tmp_path):
     command += ["--no-first-run", "--disable-sync", "--disable-component-update", "--disable-dev-shm-usage"]
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()]
     environment = {**os.environ, "HOME": str(tmp_path)}
-    dumped = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment).stdout
+    dumped = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True, env=environment).stdout
     measured = re.search(r"<title>(\d+) (\d+) (-?\d+) (-?\d+) (\w+)</title>", dumped)
     assert measured is not None, dumped[:500]
     scroll, inner, left, right = map(int, measured.groups()[:4])
