@@ -1,40 +1,23 @@
 """A model learns what only the sound holds: whole, and with LoRA in packed rows, also interrupted."""
 
 import json
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForMultimodalLM, AutoProcessor
 
-from strata_platform.spec import RunSpec
 from tasks.runtime.export.check_folder import difference, media_results
 from tasks.runtime.models.trained_weights import build_trained_model, collect_weights
 from tasks.runtime.run_folder.folder import RunFolder
 from tests.runtime.helpers.audio_models import NOTES, QUESTION, qwen2_audio, samples_of, tone, write_tones
-from tests.runtime.helpers.comparable_runs import curve
+from tests.runtime.helpers.comparable_runs import curve, file_of
+from tests.runtime.helpers.media_specs import media_spec
+from tests.runtime.helpers.train_forked import launch
 from tests.runtime.helpers.train_only import train_spec
 
-ROOT = Path(__file__).parents[2]
 ROTATED = (*NOTES[1:], NOTES[0])
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::UserWarning:peft")
-
-
-def spec_of(folder, name, model, source, **changes):
-    spec = {
-        "name": name,
-        "output": str(folder / "out"),
-        "model": {"name": str(model)},
-        "data": {"source": str(source), "sequence_length": 48, "packing": False, "validation_fraction": 0.02},
-        "runtime": {"framework": "torch"},
-        "evaluation": {"samples": 1, "max_new_tokens": 5},
-        "tracking": {"report_to": []},
-    }
-    return RunSpec.model_validate(spec | {key: {**spec.get(key, {}), **value} for key, value in changes.items()})
 
 
 @torch.no_grad()
@@ -63,16 +46,11 @@ def learned(tmp_path_factory):
     folder = tmp_path_factory.mktemp("audio")
     base = qwen2_audio(folder / "base", hidden=32)
     assert accuracy(base) < 0.4
-    spec = spec_of(
+    spec = media_spec(
         folder, "whole", base, write_tones(folder, 300, random.Random(0), rate=22_050),
         training={"steps": 80, "micro_batch_size": 16}, optimizer={"lr": 4e-3}, checkpoint={"every": 1000},
     )  # fmt: skip
-    (folder / "spec.json").write_text(spec.model_dump_json())
-    done = subprocess.run(
-        [sys.executable, "-m", "tasks.runtime", str(folder / "spec.json")],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, capture_output=True, timeout=1800,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    launch(file_of(folder, spec), module="tasks.runtime")
     return RunFolder.of(spec)
 
 
@@ -104,7 +82,7 @@ def test_an_adapter_learns_other_answers_in_packed_rows_also_interrupted(learned
     for row in rows:
         row["messages"][1]["content"] = renamed[row["messages"][1]["content"]]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    spec = spec_of(
+    spec = media_spec(
         tmp_path, "adapter", learned.model, source,
         adapter={"type": "lora", "r": 8}, data={"sequence_length": 96, "packing": True},
         training={"steps": 24, "micro_batch_size": 8}, optimizer={"lr": 1e-2}, checkpoint={"every": 12, "keep_last": 9},

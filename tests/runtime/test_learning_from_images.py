@@ -1,45 +1,26 @@
 """A vision-language model learns what only the image holds: whole and with LoRA, packed and not, also interrupted."""
 
 import json
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from strata_platform.spec import DataRecipe, RunSpec
+from strata_platform.spec import DataRecipe
 from tasks.runtime.data import fingerprint, prepare
 from tasks.runtime.export.check_folder import difference, media_results
 from tasks.runtime.models.trained_weights import build_trained_model, collect_weights
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tests.runtime.helpers.comparable_runs import approx, curve, file_of
+from tests.runtime.helpers.media_specs import media_spec
 from tests.runtime.helpers.pictures import QUESTION, SHAPES, picture, write_shapes
 from tests.runtime.helpers.train_forked import launch
 from tests.runtime.helpers.train_only import train_spec
 from tests.runtime.helpers.vision_models import llava, qwen2_5_vl
 
-ROOT = Path(__file__).parents[2]
 ROTATED = (*SHAPES[1:], SHAPES[0])
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::UserWarning:peft")
-
-
-def spec_of(folder, name, model, source, **changes):
-    spec = {
-        "name": name,
-        "output": str(folder / "out"),
-        "model": {"name": str(model)},
-        "data": {"source": str(source), "sequence_length": 48, "packing": False, "validation_fraction": 0.02},
-        "runtime": {"framework": "torch"},
-        "evaluation": {"samples": 1, "max_new_tokens": 5},
-        "tracking": {"report_to": []},
-    }
-    return RunSpec.model_validate({key: {**spec.get(key, {}), **value} for key, value in changes.items()} | {
-        key: value for key, value in spec.items() if key not in changes
-    })  # fmt: skip
 
 
 @torch.no_grad()
@@ -65,16 +46,11 @@ def learned(tmp_path_factory):
     folder = tmp_path_factory.mktemp("vision")
     base = qwen2_5_vl(folder / "base", hidden=32, edge=16)
     assert accuracy(base) < 0.4
-    spec = spec_of(
+    spec = media_spec(
         folder, "whole", base, write_shapes(folder, 1500),
         training={"steps": 260, "micro_batch_size": 32}, optimizer={"lr": 4e-3}, checkpoint={"every": 1000},
     )  # fmt: skip
-    (folder / "spec.json").write_text(spec.model_dump_json())
-    done = subprocess.run(
-        [sys.executable, "-m", "tasks.runtime", str(folder / "spec.json")],
-        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, capture_output=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    launch(file_of(folder, spec), module="tasks.runtime")
     return RunFolder.of(spec)
 
 
@@ -103,7 +79,7 @@ def test_a_published_folder_is_read_on_a_picture(learned):
 
 def test_an_adapter_learns_other_answers_in_packed_rows_also_interrupted(learned, tmp_path):
     assert accuracy(learned.model, ROTATED) < 0.05
-    spec = spec_of(
+    spec = media_spec(
         tmp_path, "adapter", learned.model, write_shapes(tmp_path, 600, answers=ROTATED),
         adapter={"type": "lora", "r": 8},
         data={"sequence_length": 128, "packing": True},
@@ -136,7 +112,7 @@ def test_two_processes_train_as_one_also_where_only_one_has_an_image(tmp_path):
         topology = {"nproc_per_node": processes}
         base = tmp_path / family.__name__
         name = f"{family.__name__}-{name}".replace("_", "-")
-        return spec_of(tmp_path, name, base, source, training=training, topology=topology, **common, **changes)
+        return media_spec(tmp_path, name, base, source, training=training, topology=topology, **common, **changes)
 
     alone, others = {}, {}
     for family in (llava, qwen2_5_vl):

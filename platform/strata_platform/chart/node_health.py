@@ -290,16 +290,11 @@ class Watch:
 
         Raises ApiError and urllib3's HTTPError if the node cannot be read or changed; the metrics know of faults then.
         """
-        failure = kubernetes = None
         try:
             kubernetes = self._read_node()
-        except (ApiError, HTTPError) as error:
-            failure = error
-        found = self._judge.count(self._look())
-        self._metrics.update(found)
-        if kubernetes is None:
-            assert failure is not None
-            raise failure
+        finally:
+            found = self._judge.count(self._look())
+            self._metrics.update(found)
         if kubernetes.report(found, taint=self._settings.taint):
             print(_message(found), flush=True)
         self._judge.told()

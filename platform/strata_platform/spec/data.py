@@ -63,6 +63,8 @@ MEDIA_FIELDS = (
 )  # fmt: skip
 """Fields of `data` that say that rows have images or audio."""
 MAX_SOURCES = 100
+SHORTEST_AUDIO = 0.1
+"""Seconds of an audio at least: models of less have no token for it, or take it for a text without one."""
 
 
 class Reading(Section):
@@ -158,7 +160,7 @@ class Reading(Section):
     audio_folder: FolderOrUrl | None = Field(
         None, description="Folder or URL that relative paths of audio begin in; by default that of the data file."
     )
-    audio_max_seconds: Annotated[float, Field(ge=0.1), BeforeValidator(number)] | None = Field(
+    audio_max_seconds: Annotated[float, Field(ge=SHORTEST_AUDIO), BeforeValidator(number)] | None = Field(
         None,
         description="Seconds of an audio at most; a processor that drops what is longer has a limit of its own. "
         "`overlong` says what becomes of a longer one.",

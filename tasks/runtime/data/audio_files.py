@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from strata_platform.spec.data import Data
+from strata_platform.spec.data import SHORTEST_AUDIO, Data
 from tasks.runtime.data.media import AUDIO, MediaCounts
 from tasks.runtime.data.media_files import SkippedBySize, content_of
 from tasks.runtime.data.media_messages import describe_value
@@ -29,8 +29,6 @@ from tasks.runtime.data.rows import Row, RowError
 
 Samples = npt.NDArray[np.float32]
 
-# Seconds of an audio at least: models of less have no token for it, or take it for a text without one.
-SHORTEST = 0.1
 # Samples of all channels of an audio at most: 512 MiB as floats.
 _MOST_SAMPLES = 1 << 27
 # Samples that a good MP3 may lack: of one of its frames.
@@ -105,8 +103,8 @@ class AudioReader:
         has = f"{where} has {sound.seconds:.4g} seconds"
         if (least := self._data.audio_min_seconds) is not None and sound.seconds < least:
             raise SkippedBySize(f"{has}, fewer than data.audio_min_seconds {least:g}", "audio_length")
-        if sound.seconds < SHORTEST:
-            raise RowError(f"{has}, fewer than {SHORTEST} that a model needs")
+        if sound.seconds < SHORTEST_AUDIO:
+            raise RowError(f"{has}, fewer than {SHORTEST_AUDIO} that a model needs")
         if sound.seconds > self._most:
             content, sound = self._cut(sound, f"{has}, more than {self._limit.format(self._most)}")
         self.counts.read += 1

@@ -14,10 +14,10 @@ import numpy as np
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from strata_platform.spec import DataRecipe
-from strata_platform.spec.data import Data
+from strata_platform.spec.data import SHORTEST_AUDIO, Data
 from strata_platform.spec.model import PRESETS
 from strata_platform.spec.objectives import PAIRED
-from tasks.runtime.data.audio_files import SHORTEST, AudioReader, Sound, open_sound, wav_of
+from tasks.runtime.data.audio_files import AudioReader, Sound, open_sound, wav_of
 from tasks.runtime.data.image_files import ImageReader, open_picture, png_of
 from tasks.runtime.data.media import AUDIO, IMAGE, MediaCounts, Medium
 from tasks.runtime.data.media_packing import require_separate_media
@@ -308,7 +308,7 @@ class AudioProcessor(MediaProcessor):
         return self._features([sound.at(self._rate) for chat in opened for sound in chat])
 
     def _example(self) -> tuple[bytes, Any]:
-        places = np.arange(int(2 * SHORTEST * self._rate)) / self._rate
+        places = np.arange(int(2 * SHORTEST_AUDIO * self._rate)) / self._rate
         tone = Sound(np.sin(2 * np.pi * 440 * places).astype(np.float32), self._rate)
         return wav_of(tone), tone
 
