@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -16,8 +18,38 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from tasks.runtime.generation.embedded import EmbeddedGenerator
 from tasks.runtime.generation.generator import Request, Sample, Sampling
 from tasks.runtime.generation.serving import ServedModel
-from tasks.runtime.generation.vllm_engine import VllmEngine
+from tasks.runtime.generation.vllm_engine import VllmEngine, end_reload, pack_for_cpu
 from tasks.runtime.generation.weight_stream import GroupAddress, TransferBroken, WeightGroup, receive_weights
+
+log = logging.getLogger(__name__)
+
+
+class LoadingFailed(Exception):
+    """Weights that were sent are not loaded.
+
+    code: `broken` if another transfer may succeed, `weights` if they are not those of the model, `failed` if the engine
+    is of no more use.
+    """
+
+    # A process that fails breaks the transfer of the others, whose errors say less.
+    CODES = ("failed", "weights", "broken")
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+    @classmethod
+    def of(cls, error: Exception) -> LoadingFailed:
+        """What `error`, raised while weights came, means."""
+        if isinstance(error, LoadingFailed):
+            return error
+        if isinstance(error, TransferBroken):
+            return cls("broken", str(error))
+        # vLLM compares shapes by assertions.
+        of_weights = isinstance(error, ValueError | KeyError | TypeError | RuntimeError | AssertionError)
+        lacks_memory = isinstance(error, torch.OutOfMemoryError)
+        code = "weights" if of_weights and not lacks_memory else "failed"
+        return cls(code, f"{type(error).__name__}: {error}")
 
 
 class ServedEngine(Protocol):
@@ -30,8 +62,7 @@ class ServedEngine(Protocol):
         """Get the weights, as a model's files have them, in a group of `receivers` + 1 processes.
 
         Raises:
-            TransferBroken: another process of the group is gone.
-            ValueError, KeyError, TypeError, RuntimeError: they are not those of the model.
+            Exception: they are not loaded. `LoadingFailed.of` says what it means.
         """
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
@@ -102,7 +133,9 @@ class ServedVllm:
     """
 
     def __init__(self, model: ServedModel, folder: Path, *, tensor_parallel: int, memory: float) -> None:
-        self.receivers, self._seed = tensor_parallel, model.seed
+        self.receivers = tensor_parallel
+        # Forked, workers would keep the server's port open after it was killed, and locks that its other threads hold.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         self._engine = VllmEngine(
             folder,
             dtype=model.torch_dtype,
@@ -116,8 +149,19 @@ class ServedVllm:
         )
 
     def receive(self, address: GroupAddress) -> None:
-        """Let the workers load the weights. Cached keys and values of the old ones are dropped."""
-        self._engine.llm.collective_rpc("receive_from_training", kwargs={"address": asdict(address)})
+        """Let the workers load the weights. Cached keys and values of the old ones are dropped.
+
+        Raises:
+            LoadingFailed: a worker has not loaded them, or is gone.
+        """
+        try:
+            told = self._engine.llm.collective_rpc("receive_from_training", kwargs={"address": asdict(address)})
+        except Exception as error:
+            # Workers return their own.
+            raise LoadingFailed("failed", f"{type(error).__name__}: {error}") from error
+        failures = [LoadingFailed(*failure) for failure in told if failure is not None]
+        if failures:
+            raise min(failures, key=lambda failure: failure.CODES.index(failure.code))
         self._engine.forget_prefixes()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
@@ -132,13 +176,25 @@ class WeightReceiver:
     device: torch.device
     reload_weights: Callable[..., Any]
 
-    def receive_from_training(self, address: dict[str, Any]) -> None:
-        """Get the weights from the process that trains, and load this worker's shard of each."""
-        from tasks.runtime.generation.vllm_engine import pack_for_cpu
+    def receive_from_training(self, address: dict[str, Any]) -> tuple[str, str] | None:
+        """Get the weights from the process that trains, and load this worker's shard of each.
 
-        group = WeightGroup(GroupAddress(**address), 1 + self.rank, self.device)
-        load_received(group, lambda weights: self.reload_weights(weights_iterator=weights))
-        pack_for_cpu(self)
+        Returns None, or code and message of a `LoadingFailed`. Of an error in a worker process vLLM passes on the text
+        alone, of one worker, and then takes the errors of the others for answers to its next call.
+        """
+        try:
+            group = WeightGroup(GroupAddress(**address), 1 + self.rank, self.device)
+            try:
+                load_received(group, lambda weights: self.reload_weights(weights_iterator=weights))
+            except Exception:
+                end_reload(self)
+                raise
+            pack_for_cpu(self)
+        except Exception as error:
+            log.warning("the weights are not loaded", exc_info=error)
+            failure = LoadingFailed.of(error)
+            return failure.code, str(failure)
+        return None
 
 
 def load_received(group: WeightGroup, load: Callable[[Iterator[tuple[str, Tensor]]], Any]) -> None:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from strata_platform.outcomes import BAD_INPUT, PREEMPTED
 from tasks.runtime.generation.generator import Request, Sample, Sampling
-from tasks.runtime.generation.served_engines import ServedEmbedded, ServedEngine, ServedVllm
+from tasks.runtime.generation.served_engines import LoadingFailed, ServedEmbedded, ServedEngine, ServedVllm
 from tasks.runtime.generation.serving import (
     LOOPBACK,
     PORT,
@@ -43,7 +43,7 @@ from tasks.runtime.generation.serving import (
     shared_token,
 )
 from tasks.runtime.generation.vllm_engine import require_vllm
-from tasks.runtime.generation.weight_stream import GroupAddress, TransferBroken
+from tasks.runtime.generation.weight_stream import GroupAddress
 
 log = logging.getLogger(__name__)
 
@@ -161,17 +161,13 @@ class GenerationServer(ThreadingHTTPServer):
             own = GroupAddress(here, self._weights_port, prefix, size, backend, loopback=self._host in LOOPBACK)
             try:
                 served.engine.receive(own)
-            except TransferBroken as error:
-                # The process that trains was killed, or the network failed: the next transfer is another one.
-                log.warning("a transfer of weights broke off: %s", error)
-                return {"code": "broken", "error": str(error)}
-            except torch.OutOfMemoryError as error:
-                return {"code": "failed", "error": self._fail(error)}
-            except (ValueError, KeyError, TypeError, RuntimeError) as error:
-                log.warning("the engine cannot load the weights", exc_info=error)
-                return {"code": "weights", "error": f"{type(error).__name__}: {error}"}
             except Exception as error:
-                return {"code": "failed", "error": self._fail(error)}
+                failure = LoadingFailed.of(error)
+                if failure.code == "failed":
+                    return {"code": "failed", "error": self._fail(error, str(failure))}
+                # Broken: the process that trains was killed, or the network failed. The next transfer is another one.
+                log.warning("the weights are not loaded", exc_info=error)
+                return {"code": failure.code, "error": str(failure)}
             self._version = version
             return {"weights": version}
 
@@ -234,11 +230,12 @@ class GenerationServer(ThreadingHTTPServer):
         try:
             return work()
         except Exception as error:
-            raise Refused(HTTPStatus.INTERNAL_SERVER_ERROR, "failed", self._fail(error)) from error
+            said = self._fail(error, f"{type(error).__name__}: {error}")
+            raise Refused(HTTPStatus.INTERNAL_SERVER_ERROR, "failed", said) from error
 
-    def _fail(self, error: Exception) -> str:
-        """End the server after what broke the engine. Returns what a client is told."""
-        self.failed = f"{type(error).__name__}: {error}"
+    def _fail(self, error: Exception, message: str) -> str:
+        """End the server after what broke the engine. Returns `message`, which a client is told."""
+        self.failed = message
         log.error("the engine failed, and the server ends", exc_info=error)
         Thread(target=self.shutdown, daemon=True).start()
         return self.failed

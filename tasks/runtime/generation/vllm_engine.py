@@ -209,6 +209,15 @@ def pack_for_cpu(worker: Any) -> None:
             kernel.fused_experts.process_weights_after_loading(module)
 
 
+def end_reload(worker: Any) -> None:
+    """Called in a worker after a reload that failed: vLLM would count the weights that have come among those of the
+    next one, and take layers for whole that are not.
+    """
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    finalize_layerwise_reload(worker.get_model(), worker.model_config)
+
+
 # The engine of this process: two would not find their groups of processes apart.
 _engine: Any = None
 

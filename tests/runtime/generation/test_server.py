@@ -10,8 +10,9 @@ import threading
 import time
 import urllib.request
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -20,9 +21,16 @@ import torch
 from strata_platform.outcomes import BAD_INPUT, PREEMPTED
 from strata_platform.spec.model import Lora
 from tasks.runtime.evaluation.evaluate_model import evaluate
-from tasks.runtime.generation import Sampling, require_engine
+from tasks.runtime.generation import Sampling, require_engine, served_engines
+from tasks.runtime.generation.checkpoint_weights import checkpoint_weights
 from tasks.runtime.generation.remote_engine import RemoteGenerator
-from tasks.runtime.generation.served_engines import ServedEmbedded, load_received
+from tasks.runtime.generation.served_engines import (
+    LoadingFailed,
+    ServedEmbedded,
+    ServedVllm,
+    WeightReceiver,
+    load_received,
+)
 from tasks.runtime.generation.server import GenerationServer, main
 from tasks.runtime.generation.serving import TOKEN, ServedModel, requests_from_json, sampling_to_json, shared_token
 from tasks.runtime.generation.vllm_engine import save_configuration
@@ -320,10 +328,11 @@ class Loading(ServedEmbedded):
     [
         (KeyError("layers.0.up"), ValueError, "cannot load the weights: KeyError: 'layers.0.up'"),
         (RuntimeError("size mismatch"), ValueError, "cannot load the weights: RuntimeError: size mismatch"),
+        (AssertionError("[2] is not [3]"), ValueError, r"cannot load the weights: AssertionError: \[2\] is not \[3\]"),
         (OSError("No space left"), Unreachable, "its engine failed: OSError: No space left"),
         (torch.OutOfMemoryError("of the GPU"), Unreachable, "its engine failed: OutOfMemoryError: of the GPU"),
     ],
-    ids=["name", "shape", "disk", "memory"],
+    ids=["name", "shape", "assertion", "disk", "memory"],
 )
 def test_a_run_is_told_why_its_weights_were_not_loaded(error, kind, said, monkeypatch):
     """And the server ends if another transfer would not help."""
@@ -355,6 +364,68 @@ def test_an_error_of_the_run_is_not_taken_for_one_of_the_transfer(monkeypatch):
         made = client(build(), server, patience=0.0)
         with pytest.raises(RuntimeError, match=r"^out of memory"):
             made.update_weights()
+
+
+class Worker(WeightReceiver):
+    """A worker of vLLM's, which has loaded the weights `loaded` or fails at the first one."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, rank, fails):
+        self.rank, self.fails, self.loaded, self.ended = rank, fails, [], False
+
+    def reload_weights(self, weights_iterator):
+        for name, _ in weights_iterator:
+            if self.fails:
+                raise KeyError(name)
+            self.loaded.append(name)
+
+
+def test_workers_return_what_they_fail_at(monkeypatch):
+    """As values: of an exception in another process vLLM passes on the text alone."""
+    monkeypatch.setattr(served_engines, "pack_for_cpu", lambda worker: None)
+    monkeypatch.setattr(served_engines, "end_reload", lambda worker: setattr(worker, "ended", True))
+    address, store = meeting(3)
+    workers, told = [Worker(0, False), Worker(1, True)], {}
+
+    def receive(worker):
+        told[worker.rank] = worker.receive_from_training(asdict(address))
+
+    threads = [threading.Thread(target=receive, args=(worker,)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    send_weights([("a", torch.ones(2)), ("b", torch.ones(3))], WeightGroup(address, 0, torch.device("cpu")))
+    for thread in threads:
+        thread.join()
+    assert told == {0: None, 1: ("weights", "KeyError: 'a'")}
+    assert workers[0].loaded == ["a", "b"] and [worker.ended for worker in workers] == [False, True]
+    del store
+
+
+@pytest.mark.parametrize(
+    ("told", "code", "said"),
+    [
+        ([None, ("broken", "reset")], "broken", "reset"),
+        ([("broken", "reset"), ("weights", "KeyError: 'a'")], "weights", "KeyError: 'a'"),
+        ([("broken", "reset"), ("failed", "OSError: full")], "failed", "OSError: full"),
+        (RuntimeError("cancelled"), "failed", "RuntimeError: cancelled"),
+    ],
+    ids=["broken", "weights", "failed", "gone"],
+)
+def test_what_workers_fail_at_says_whether_another_transfer_helps(told, code, said):
+    """And a worker that is gone is no fault of the weights."""
+
+    class Llm:
+        def collective_rpc(self, *_, **__):
+            if isinstance(told, Exception):
+                raise told
+            return told
+
+    engine = object.__new__(ServedVllm)
+    engine._engine = SimpleNamespace(llm=Llm())
+    with pytest.raises(LoadingFailed) as error:
+        engine.receive(GroupAddress("127.0.0.1", 1, "a", 3, "gloo"))
+    assert (error.value.code, str(error.value)) == (code, said)
 
 
 def test_a_sender_that_dies_hides_no_error_of_loading():
@@ -400,24 +471,28 @@ def test_an_engine_that_fails_ends_the_server_and_the_attempt():
     server.close()
 
 
+@contextmanager
+def transfer(made, version):
+    """A group to send the weights `version` in. It breaks off at the end of the block, and the server has noticed."""
+    made._version = version
+    connection = made._connection()
+    response = made._request(connection, "/weights", {"version": version, "device": "cpu"})
+    address = json.loads(response.readline())["group"]
+    yield (group := WeightGroup(GroupAddress(host="127.0.0.1", loopback=True, **address), 0, torch.device("cpu")))
+    # Its connections end with it.
+    group._group = None
+    assert json.loads(response.readline())["code"] == "broken"
+    connection.close()
+
+
 def test_a_transfer_that_breaks_off_leaves_no_weights_behind():
     """A run is killed in the middle of one; the next process of the run starts from the beginning."""
     model = build()
     with serving() as server:
         made = client(model, server)
         made.update_weights()
-        made._version = 2
-        connection = made._connection()
-        response = made._request(connection, "/weights", {"version": 2, "device": "cpu"})
-        group = WeightGroup(
-            GroupAddress(host="127.0.0.1", loopback=True, **json.loads(response.readline())["group"]),
-            0,
-            torch.device("cpu"),
-        )
-        group.broadcast(torch.tensor([10, 10]))
-        del group
-        assert "error" in json.loads(response.readline())
-        connection.close()
+        with transfer(made, 2) as group:
+            group.broadcast(torch.tensor([10, 10]))
         learn(model)
         # It sends them again, as after a restart.
         require_same(made.generate(requests(), DRAWN), embedded(model).generate(requests(), DRAWN))
@@ -570,17 +645,29 @@ class TestVllm:
 
     @pytest.mark.parametrize("workers", [1, 2])
     @pytest.mark.parametrize("family", FAMILIES)
-    def test_answers_are_those_of_the_weights_now(self, family, workers):
-        """In its process, from where the weights go to one worker, or to two that have a part of each."""
+    def test_answers_are_those_of_the_weights_now(self, family, workers, monkeypatch):
+        """In its process, from where the weights go to one worker, or to two that have a part of each; and after a
+        transfer that broke off inside a layer. Weights that are not the model's end the run.
+        """
         changes = dict(FAMILIES[family])
         model = build(changes.pop("family", family), **changes).eval()
         with started("--tensor-parallel", str(workers)) as (address, _):
             made = client(model, address, engine="vllm", temperature=1.0, patience=600.0)
-            for _ in range(2):
+            for last in (False, True):
                 made.update_weights()
                 assert ids(made.generate(requests(), GREEDY)) == ids(embedded(model).generate(requests(), GREEDY))
                 require_log_probs_of_training(model, made.generate(requests(), Sampling(12, stop_token_ids=(2, 17))))
+                if last:
+                    break
+                weights = list(checkpoint_weights(model, torch.float32))
+                some = next(n for n, (name, _) in enumerate(weights) if name.endswith("q_proj.weight"))
+                with transfer(made, 2) as group:
+                    _send_part(weights[: some + 1], group)
                 learn(model)
+            bad = [("model.layers.0.none.weight", torch.ones(2))]
+            monkeypatch.setattr("tasks.runtime.generation.remote_engine.checkpoint_weights", lambda *_: iter(bad))
+            with pytest.raises(ValueError, match=r"cannot load the weights: .*none"):
+                made.update_weights()
 
 
 class TestRuns:
