@@ -1,11 +1,13 @@
 """Does a bfloat16 run learn what fp32 training learns? Training and held-out loss of a real model on real text.
 
     PYTHONPATH=kernels:platform:. python -m benchmarks.precision --model FOLDER --text FILE [--steps 1000] [--lr 1e-5]
+        [--only fp32_master tensorwise]
 
 The reference is none of this project's code: transformers' own model with fp32 weights, `torch.autocast` to bfloat16,
 `torch.optim.AdamW` and `clip_grad_norm_`, fed with the same rows in the same order. Beside it, the same spec is trained
-by `python -m tasks.runtime` with each `optimizer.precision`. Every exported model is then measured by transformers
-alone, in fp32, on rows that none was trained on. All processes share the GPU, so this measures losses, not speed.
+by `python -m tasks.runtime` with each `optimizer.precision`, or with `training.float8`, where every linear layer but the
+head multiplies in FP8, whether or not that is faster. Every exported model is then measured by transformers alone, in
+fp32, on rows that none was trained on. All processes share the GPU, so this measures losses, not speed.
 
 FILE is plain text. Prints a table, and writes every curve to `<out>/curves.json`.
 """
@@ -33,6 +35,12 @@ from tasks.runtime.run_folder.metrics_file import read_points
 
 REFERENCE = "fp32 weights, plain PyTorch"
 PRECISIONS = ("fp32_master", "stochastic_rounding", "nearest")
+FLOAT8 = ("tensorwise", "rowwise")
+# Layers of a small model are exact otherwise: FP8 does not pay there.
+ALL_IN_FP8 = (
+    "import runpy, sys; from tasks.runtime.models import float8; float8._slow_layers = lambda *_: []; "
+    "sys.argv[0] = 'tasks.runtime'; runpy.run_module('tasks.runtime', run_name='__main__')"
+)
 # Characters of a document: whole rows of 1,024 tokens but for its last.
 DOCUMENT = 100_000
 # Rows of a step, all in one forward pass, and rows that are held out.
@@ -41,11 +49,12 @@ ROWS, HELD_OUT = 8, 64
 LAST = 100
 
 
-def spec_of(arguments: argparse.Namespace, precision: str) -> RunSpec:
-    """The run of one precision; the recipe of its data is the same for all."""
+def spec_of(arguments: argparse.Namespace, name: str) -> RunSpec:
+    """The run of one precision or one form of FP8; the recipe of its data is the same for all."""
+    float8 = name if name in FLOAT8 else "none"
     return RunSpec.model_validate(
         {
-            "name": precision.replace("_", "-"),
+            "name": name.replace("_", "-"),
             "output": str(arguments.out),
             "seed": arguments.seed,
             "model": {"name": str(arguments.model), "dtype": "bfloat16"},
@@ -56,8 +65,8 @@ def spec_of(arguments: argparse.Namespace, precision: str) -> RunSpec:
                 "packing": False,
                 "validation_fraction": 0.02,
             },
-            "training": {"steps": arguments.steps, "micro_batch_size": ROWS},
-            "optimizer": {"lr": arguments.lr, "precision": precision},
+            "training": {"steps": arguments.steps, "micro_batch_size": ROWS, "float8": float8},
+            "optimizer": {"lr": arguments.lr, "precision": name if float8 == "none" else PRECISIONS[0]},
             "schedule": {"type": "constant", "warmup_ratio": 0.05},
             "checkpoint": {"every": arguments.steps},
             "evaluation": {"samples": 0},
@@ -132,28 +141,29 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/precision"))
-    parser.add_argument("--only", choices=PRECISIONS, nargs="*", default=PRECISIONS)
+    parser.add_argument("--only", choices=(*PRECISIONS, *FLOAT8), nargs="*", default=PRECISIONS)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     write_documents(arguments.text, arguments.out / "text.jsonl")
-    specs = {precision: spec_of(arguments, precision) for precision in arguments.only}
+    specs = {name: spec_of(arguments, name) for name in arguments.only}
     first = next(iter(specs.values()))
     recipe = recipe_of(first)
     data = PreparedData.load(prepare(recipe, data_folder(first.output, recipe), report=print).folder)
 
     runs = {}
-    for precision, spec in specs.items():
-        file = arguments.out / f"{precision}.json"
+    for name, spec in specs.items():
+        file = arguments.out / f"{name}.json"
         file.write_text(spec.model_dump_json())
-        runs[precision] = subprocess.Popen([sys.executable, "-m", "tasks.runtime", str(file)])
+        program = ["-c", ALL_IN_FP8] if name in FLOAT8 else ["-m", "tasks.runtime"]
+        runs[name] = subprocess.Popen([sys.executable, *program, str(file)])
     curves = {REFERENCE: train_reference(first, data, arguments.out / "reference")}
     folders = {REFERENCE: arguments.out / "reference"}
-    for precision, process in runs.items():
+    for name, process in runs.items():
         if process.wait():
-            raise SystemExit(f"{precision}: the run ended with exit code {process.returncode}")
-        run = arguments.out / specs[precision].name
-        curves[precision] = [point.loss for point in read_points(run / "metrics.jsonl")]
-        folders[precision] = run / "model"
+            raise SystemExit(f"{name}: the run ended with exit code {process.returncode}")
+        run = arguments.out / specs[name].name
+        curves[name] = [point.loss for point in read_points(run / "metrics.jsonl")]
+        folders[name] = run / "model"
 
     (arguments.out / "curves.json").write_text(json.dumps(curves))
     start, untrained = measure(arguments.model, data)

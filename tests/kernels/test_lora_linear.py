@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from strata_kernels.ops._launch import runs_triton
 from strata_kernels.ops.float8 import cast as casts
 from strata_kernels.ops.float8.linear import float8_stored_linear, quantize_weight
+from strata_kernels.ops.lora import gated_layer
 from strata_kernels.ops.lora.frozen_weight import ExactWeight, Float8Weight, Frozen, PackedWeight
 from strata_kernels.ops.lora.gated_layer import lora_gated_layer
 from strata_kernels.ops.lora.lora_linear import AdaptedLayer, lora_linear
@@ -83,9 +84,11 @@ def test_results_and_gradients_are_those_of_the_steps(sizes, dtype, bias, compar
 @numpy
 @pytest.mark.parametrize("function", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-def test_a_gated_layer_is_its_steps(bias, dtype, function, within_bar, device, poisoned) -> None:
+@pytest.mark.parametrize(("bias", "programs"), [(False, 1), (True, 8)], ids=["no bias, one sum", "bias, many sums"])
+def test_a_gated_layer_is_its_steps(bias, programs, dtype, function, within_bar, device, poisoned, monkeypatch) -> None:
     """fp16, of which the kernels are the same as of bf16, because the interpreter multiplies that wrongly."""
+    # Of 34 rows: one program walks down two tiles, or two have one each.
+    monkeypatch.setattr(gated_layer, "_PROGRAMS", programs)
     sizes = [(272, 32, 4), (272, 32, 20), (24, 272, 1)]
     tensors = [torch.randn(2, 17, 32)]
     for n, k, r in sizes:
@@ -134,6 +137,20 @@ def test_a_gated_layer_notes_the_scales_of_its_casts(device, monkeypatch) -> Non
         # Those of x and of the result's gradient; and those of the activation and of the gradients of gate and up.
         assert len(looked) == (2 if noting and runs_triton(x) else 5)
     assert all(torch.equal(*pair) and pair[0].isfinite().all() for pair in zip(*results, strict=True))
+
+
+@numpy
+def test_a_gated_layer_keeps_its_frozen_products_and_what_is_narrow(device) -> None:
+    x = torch.randn(17, 32, device=device).half().requires_grad_()
+    sizes = [(48, 32), (48, 32), (32, 48)]
+    weights = [torch.randn(size, device=device).div(8).half() for size in sizes]
+    shapes = [((4, k), (n, 4)) for n, k in sizes]
+    factors = [[torch.randn(shape, device=device).half().requires_grad_() for shape in pair] for pair in shapes]
+    layers = [AdaptedLayer(ExactWeight(w), None, a, b, SCALE) for w, (a, b) in zip(weights, factors, strict=True)]
+    kept: list[torch.Size] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda y: kept.append(y.shape) or y, lambda y: y):
+        lora_gated_layer(x, *layers, "silu")
+    assert sorted(shape for shape in kept if shape[0] == 17) == [(17, 4), (17, 8), (17, 32), (17, 48), (17, 48)]
 
 
 def test_a_result_that_nothing_uses_and_an_input_without_gradient(device, poisoned) -> None:

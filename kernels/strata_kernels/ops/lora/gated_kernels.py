@@ -3,8 +3,12 @@
     g = g₀ + h_g · B_g        u = u₀ + h_u · B_u        dy = dy₀ + e · A
     y = f(g) · u              dg = dy · u · f'(g)       du = dy · f(g)
 
+    dB_g = dgᵀ · h_g          dB_u = duᵀ · h_u          dA = eᵀ · y
+
 g₀, u₀ and dy₀ are products with frozen weights. Adding the adapters' products to them in memory first would read and
-write each once more; here a tile adds them on the way. f and f' are those of `activation_kernels.py`.
+write each once more; here a tile adds them on the way. The backward kernel walks down the rows, so it sums the
+gradients of the factors as well: dg and du are not read again for them, and y, which is computed again, is not kept.
+f and f' are those of `activation_kernels.py`.
 
 Axes: T rows, F features, R rank; tiles of BT x BN. In 16 bits 6 bytes are moved for an element of y, backward 10.
 """
@@ -19,13 +23,18 @@ from ..activation.activation_kernels import activate
 
 
 @triton.jit
-def _low_rank(p_h, p_b, o_t, o_n, n_rows, n_cols, stride_h, stride_br, stride_bn, rank, R: tl.constexpr):
-    """The factors of a tile of h · b: [BT, R] and [R, BN]."""
+def _reduced(p_h, o_t, n_rows, stride_h, rank, R: tl.constexpr):
+    """Rows of h: [BT, R]."""
     o_r = tl.arange(0, R)
-    m_r = o_r < rank
-    b_h = tl.load(p_h + o_t[:, None] * stride_h + o_r[None, :], mask=(o_t < n_rows)[:, None] & m_r[None, :], other=0.0)
+    return tl.load(p_h + o_t[:, None] * stride_h + o_r[None, :], mask=(o_t < n_rows)[:, None] & (o_r < rank), other=0.0)
+
+
+@triton.jit
+def _factor(p_b, o_n, n_cols, stride_br, stride_bn, rank, R: tl.constexpr):
+    """Columns of b: [R, BN]."""
+    o_r = tl.arange(0, R)
     o_b = o_r[:, None] * stride_br + o_n[None, :] * stride_bn
-    return b_h, tl.load(p_b + o_b, mask=m_r[:, None] & (o_n < n_cols)[None, :], other=0.0)
+    return tl.load(p_b + o_b, mask=(o_r < rank)[:, None] & (o_n < n_cols)[None, :], other=0.0)
 
 
 @triton.jit
@@ -37,10 +46,16 @@ def _tile(n_rows, n_cols, BT: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def _note_largest(p_amax, b_x, PARTS: tl.constexpr):
+def _largest(b_x):
+    """The bits of the largest magnitude, which order as magnitudes do."""
     b_bits = b_x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(tl.max(b_bits, axis=1), axis=0)
+
+
+@triton.jit
+def _note_largest(p_amax, largest, PARTS: tl.constexpr):
     part = (tl.program_id(0) + tl.program_id(1) * tl.num_programs(0)) % PARTS
-    tl.atomic_max(p_amax + part, tl.max(tl.max(b_bits, axis=1), axis=0))
+    tl.atomic_max(p_amax + part, largest)
 
 
 @triton.jit(do_not_specialize=["n_rows", "rank_g", "rank_u"])
@@ -54,39 +69,63 @@ def adapted_gate_fwd_kernel(
     o_y = o_t[:, None] * n_cols + o_n[None, :]
     # All loads are under way before the first product waits for one.
     b_g, b_u = tl.load(p_g + o_y, mask=m, other=0.0), tl.load(p_u + o_y, mask=m, other=0.0)
-    b_hg, b_bg = _low_rank(p_hg, p_bg, o_t, o_n, n_rows, n_cols, stride_hg, stride_bgr, stride_bgn, rank_g, R)
-    b_hu, b_bu = _low_rank(p_hu, p_bu, o_t, o_n, n_rows, n_cols, stride_hu, stride_bur, stride_bun, rank_u, R)
+    b_hg, b_hu = _reduced(p_hg, o_t, n_rows, stride_hg, rank_g, R), _reduced(p_hu, o_t, n_rows, stride_hu, rank_u, R)
+    b_bg = _factor(p_bg, o_n, n_cols, stride_bgr, stride_bgn, rank_g, R)
+    b_bu = _factor(p_bu, o_n, n_cols, stride_bur, stride_bun, rank_u, R)
     b_f, _ = activate(b_g.to(tl.float32) + scale_g * tl.dot(b_hg, b_bg), ACTIVATION, False)
     b_y = (b_f * (b_u.to(tl.float32) + scale_u * tl.dot(b_hu, b_bu))).to(p_y.dtype.element_ty)
     tl.store(p_y + o_y, b_y, mask=m)
     if p_amax is not None:
-        _note_largest(p_amax, b_y, PARTS)
+        _note_largest(p_amax, _largest(b_y), PARTS)
 
 
-@triton.jit(do_not_specialize=["n_rows", "rank_g", "rank_u", "rank_d"])
+@triton.jit(do_not_specialize=["n_rows", "rank_g", "rank_u", "rank_d", "share"])
 def adapted_gate_bwd_kernel(
-    p_dy, p_g, p_u, p_dg, p_du, p_dg_amax, p_du_amax, p_hg, p_hu, p_e, p_bg, p_bu, p_a, n_rows, n_cols,
+    p_dy, p_g, p_u, p_dg, p_du, p_sums, p_dg_amax, p_du_amax, p_hg, p_hu, p_e, p_bg, p_bu, p_a, n_rows, n_cols,
     stride_hg, stride_hu, stride_e, stride_bgr, stride_bgn, stride_bur, stride_bun, stride_ar, stride_an,
-    rank_g, rank_u, rank_d, scale_g, scale_u,
+    rank_g, rank_u, rank_d, scale_g, scale_u, share,
     ACTIVATION: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of dg and of du; e has its scale already."""
-    o_t, o_n, m = _tile(n_rows, n_cols, BT, BN)
-    o_y = o_t[:, None] * n_cols + o_n[None, :]
-    # All loads are under way before the first product waits for one.
-    b_dy, b_g = tl.load(p_dy + o_y, mask=m, other=0.0), tl.load(p_g + o_y, mask=m, other=0.0)
-    b_u = tl.load(p_u + o_y, mask=m, other=0.0)
-    b_e, b_a = _low_rank(p_e, p_a, o_t, o_n, n_rows, n_cols, stride_e, stride_ar, stride_an, rank_d, R)
-    b_hg, b_bg = _low_rank(p_hg, p_bg, o_t, o_n, n_rows, n_cols, stride_hg, stride_bgr, stride_bgn, rank_g, R)
-    b_hu, b_bu = _low_rank(p_hu, p_bu, o_t, o_n, n_rows, n_cols, stride_hu, stride_bur, stride_bun, rank_u, R)
-    b_dy = b_dy.to(tl.float32) + tl.dot(b_e, b_a)
-    b_f, b_df = activate(b_g.to(tl.float32) + scale_g * tl.dot(b_hg, b_bg), ACTIVATION, False)
-    b_du = (b_dy * b_f).to(p_du.dtype.element_ty)
-    tl.store(p_du + o_y, b_du, mask=m)
-    if p_du_amax is not None:
-        _note_largest(p_du_amax, b_du, PARTS)
-    b_dy *= b_u.to(tl.float32) + scale_u * tl.dot(b_hu, b_bu)
-    b_dg = (b_dy * b_df).to(p_dg.dtype.element_ty)
-    tl.store(p_dg + o_y, b_dg, mask=m)
+    """BN columns of `share` rows of dg and of du, and the parts of dB_g, dB_u and dA of these rows; e has its scale
+    already.
+    """
+    i_n, i_s = tl.program_id(0), tl.program_id(1)
+    o_n = i_n * BN + tl.arange(0, BN)
+    m_n = o_n < n_cols
+    b_bg = _factor(p_bg, o_n, n_cols, stride_bgr, stride_bgn, rank_g, R)
+    b_bu = _factor(p_bu, o_n, n_cols, stride_bur, stride_bun, rank_u, R)
+    b_a = _factor(p_a, o_n, n_cols, stride_ar, stride_an, rank_d, R)
+    s_bg, s_bu = tl.zeros([R, BN], tl.float32), tl.zeros([R, BN], tl.float32)
+    s_a = tl.zeros([R, BN], tl.float32)
+    largest_g, largest_u = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    for i_t in range(0, share, BT):
+        o_t = (i_s * share + i_t).to(tl.int64) + tl.arange(0, BT)
+        m = (o_t < n_rows)[:, None] & m_n[None, :]
+        o_y = o_t[:, None] * n_cols + o_n[None, :]
+        # All loads are under way before the first product waits for one.
+        b_dy, b_g = tl.load(p_dy + o_y, mask=m, other=0.0), tl.load(p_g + o_y, mask=m, other=0.0)
+        b_u = tl.load(p_u + o_y, mask=m, other=0.0)
+        b_hg = _reduced(p_hg, o_t, n_rows, stride_hg, rank_g, R)
+        b_hu = _reduced(p_hu, o_t, n_rows, stride_hu, rank_u, R)
+        b_e = _reduced(p_e, o_t, n_rows, stride_e, rank_d, R)
+        b_dy = b_dy.to(tl.float32) + tl.dot(b_e, b_a)
+        b_u = b_u.to(tl.float32) + scale_u * tl.dot(b_hu, b_bu)
+        b_f, b_df = activate(b_g.to(tl.float32) + scale_g * tl.dot(b_hg, b_bg), ACTIVATION, False)
+        # As the forward pass rounded it. Of rows beyond the last all factors are 0.
+        s_a += tl.dot(tl.trans(b_e), (b_f * b_u).to(p_du.dtype.element_ty))
+        b_du = (b_dy * b_f).to(p_du.dtype.element_ty)
+        tl.store(p_du + o_y, b_du, mask=m)
+        s_bu += tl.dot(tl.trans(b_hu), b_du)
+        b_dg = (b_dy * b_u * b_df).to(p_dg.dtype.element_ty)
+        tl.store(p_dg + o_y, b_dg, mask=m)
+        s_bg += tl.dot(tl.trans(b_hg), b_dg)
+        if p_dg_amax is not None:
+            largest_g, largest_u = tl.maximum(largest_g, _largest(b_dg)), tl.maximum(largest_u, _largest(b_du))
     if p_dg_amax is not None:
-        _note_largest(p_dg_amax, b_dg, PARTS)
+        _note_largest(p_dg_amax, largest_g, PARTS)
+        _note_largest(p_du_amax, largest_u, PARTS)
+    o_sums = (i_s * 3 * R + tl.arange(0, R)).to(tl.int64)[:, None] * n_cols + o_n[None, :]
+    m_sums = (tl.arange(0, R) < R)[:, None] & m_n[None, :]
+    tl.store(p_sums + o_sums, scale_g * s_bg, mask=m_sums)
+    tl.store(p_sums + o_sums + R * n_cols, scale_u * s_bu, mask=m_sums)
+    tl.store(p_sums + o_sums + 2 * R * n_cols, s_a, mask=m_sums)

@@ -4,7 +4,7 @@
 
 gate and up are computed as `lora_linear` does, but for the products of their adapters, which the activation's kernels
 add on their way, and so does its backward pass with that of down's gradient: `gated_kernels.py`. Kept are x, the frozen
-products of gate and up, the activation's result, and what is R wide.
+products of gate and up, and what is R wide; the activation's result is computed again.
 """
 # mypy: allow-untyped-calls
 
@@ -24,12 +24,14 @@ from ..experts.experts_arguments import Function
 from ..float8.largest import PARTS, note_largest
 from .frozen_weight import rows_of
 from .gated_kernels import adapted_gate_bwd_kernel, adapted_gate_fwd_kernel
-from .lora_linear import AdaptedLayer, Call, require_factors
+from .lora_linear import AdaptedLayer, Call, by_turns, require_factors
 from .low_rank import LARGEST, SMALLEST, Launch, add_low_rank
 
 # More columns take more registers: fewer programs at once, and fewer loads under way.
 _FORWARD = Launch(rows=32, columns=64, warps=4)
 _BACKWARD = Launch(rows=32, columns=64, warps=4)
+# Programs of the backward kernel that share the rows of a column: more of them write more sums.
+_PROGRAMS = 8
 
 # h [T, R], b [R, F] and the scale of an adapter's product.
 _Product = tuple[Tensor, Tensor, float]
@@ -105,20 +107,26 @@ class _LoraGatedLayer(torch.autograd.Function):
         call.down.h, call.y = (reduced,), y
         # Without what it computed: the node outlives the call.
         ctx.call = _Layer(Call(call.gate_up.layers), Call(call.down.layers), call.function, call.in_fp8)
-        ctx.save_for_backward(x, h, *frozen, y, reduced, *factors)
+        ctx.save_for_backward(x, h, *frozen, reduced, *factors)
         return x.new_empty(*x.shape[:-1], call.down.layers[0].frozen.outputs)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward("lora_gated_layer")
         call: _Layer = ctx.call
-        x, h, gate, up, y, reduced, *of_gate_up, a, b = ctx.saved_tensors
-        (dy,), e, of_down = call.down.gradients(y, reduced, [a, b], (d_out,), needs_x=True)
-        gradients = _differentiate(call, dy, gate, up, call.products(h, of_gate_up[1::2]), (e, a, 1.0))
+        x, h, gate, up, reduced, *of_gate_up, a, b = ctx.saved_tensors
+        e = call.down.reduce_gradients(reduced, [b], [d_out])
+        (d_b,) = call.down.gradients_of_b(reduced, [d_out])
+        (dy,) = call.down.frozen_input_gradients([d_out])
+        d_gate, d_up, of_b, d_a = _differentiate(call, dy, gate, up, h, call.products(h, of_gate_up[1::2]), (e, a, 1.0))
         del dy
-        products, e, factors = call.gate_up.gradients(x, h, of_gate_up, gradients, needs_x=ctx.needs_input_grad[1])
-        dx = call.gate_up.input_gradient(e, of_gate_up[::2], products).view(x.shape) if products else None
-        return None, dx, *factors, *of_down
+        e = call.gate_up.reduce_gradients(h, of_gate_up[1::2], [d_gate, d_up])
+        dx = None
+        if ctx.needs_input_grad[1]:
+            products = call.gate_up.frozen_input_gradients([d_gate, d_up])
+            dx = call.gate_up.input_gradient(e, of_gate_up[::2], products).view(x.shape)
+        of_a = call.gate_up.gradients_of_a(rows_of(x), e)
+        return None, dx, *by_turns(of_a, of_b), d_a, d_b
 
 
 def _activate(call: _Layer, gate: Tensor, up: Tensor, products: Sequence[_Product]) -> Tensor:
@@ -141,32 +149,42 @@ def _activate(call: _Layer, gate: Tensor, up: Tensor, products: Sequence[_Produc
 
 
 def _differentiate(
-    call: _Layer, dy: Tensor, gate: Tensor, up: Tensor, products: Sequence[_Product], of_down: _Product
-) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up, [T, F]. May write to dy."""
+    call: _Layer, dy: Tensor, gate: Tensor, up: Tensor, h: Tensor, products: Sequence[_Product], of_down: _Product
+) -> tuple[Tensor, Tensor, list[Tensor | None], Tensor]:
+    """The gradients of gate and up, [T, F]; dB of their adapters, and dA of down's. May write to dy."""
+    e, a, _ = of_down
     if not _takes_kernel(gate, [*products, of_down]):
         adapted = [add_low_rank(x.clone(), *product) for x, product in zip((gate, up), products, strict=True)]
+        y = forward_reference(call.function, adapted[0], adapted[1], 1.0, 1.0)
         dy = add_low_rank(dy, *of_down)
         d_gate, d_up = backward_reference(call.function, dy, adapted[0], adapted[1], 1.0, 1.0)
         assert d_up is not None
-        return d_gate, d_up
+        return d_gate, d_up, call.gate_up.gradients_of_b(h, [d_gate, d_up]), e.t() @ y
     (h_g, b_g, scale_g), (h_u, b_u, scale_u) = products
-    e, a, _ = of_down
     # A tile of dy is read before one is written.
     d_gate, d_up = dy, torch.empty_like(up)
     amax = up.new_zeros(2, PARTS, dtype=torch.int32).unbind() if call.in_fp8 else None
     n_rows, n_cols = gate.shape
+    rank, share = _rank([*products, of_down]), _share(n_rows)
+    sums = gate.new_empty(-(-n_rows // share), 3, rank, n_cols, dtype=torch.float32)
     launch(
-        adapted_gate_bwd_kernel, (-(-n_cols // _BACKWARD.columns), -(-n_rows // _BACKWARD.rows)),
-        dy, gate, up, d_gate, d_up, *(amax or (None, None)), h_g, h_u, e, b_g, b_u, a, n_rows, n_cols,
+        adapted_gate_bwd_kernel, (-(-n_cols // _BACKWARD.columns), sums.shape[0]),
+        dy, gate, up, d_gate, d_up, sums, *(amax or (None, None)), h_g, h_u, e, b_g, b_u, a, n_rows, n_cols,
         h_g.stride(0), h_u.stride(0), e.stride(0), *b_g.stride(), *b_u.stride(), *a.stride(),
-        h_g.shape[1], h_u.shape[1], e.shape[1], float(scale_g), float(scale_u),
-        ACTIVATION=call.function, R=_rank([*products, of_down]),
+        h_g.shape[1], h_u.shape[1], e.shape[1], float(scale_g), float(scale_u), share,
+        ACTIVATION=call.function, R=rank,
         BT=_BACKWARD.rows, BN=_BACKWARD.columns, PARTS=PARTS, num_warps=_BACKWARD.warps,
     )  # fmt: skip
     for gradient, found in zip((d_gate, d_up), amax or (), strict=False):
         note_largest(gradient, found)
-    return d_gate, d_up
+    of_g, of_u, of_a = sums.sum(0).to(gate.dtype)
+    of_b: list[Tensor | None] = [of_g[: h_g.shape[1]].t().contiguous(), of_u[: h_u.shape[1]].t().contiguous()]
+    return d_gate, d_up, of_b, of_a[: e.shape[1]]
+
+
+def _share(n_rows: int) -> int:
+    """Rows of a program of the backward kernel: whole tiles."""
+    return _BACKWARD.rows * max(1, -(-n_rows // (_BACKWARD.rows * _PROGRAMS)))
 
 
 def _takes_kernel(x: Tensor, products: Sequence[_Product]) -> bool:

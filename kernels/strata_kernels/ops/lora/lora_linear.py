@@ -114,7 +114,7 @@ class Call:
         h = [seeded_dropout(x, seed, self.dropout) @ own.t() for seed, own in zip(self.seeds, a, strict=True)]
         return torch.cat(h, dim=1)
 
-    def _gradients_of_a(self, x: Tensor, e: Tensor) -> Sequence[Tensor]:
+    def gradients_of_a(self, x: Tensor, e: Tensor) -> Sequence[Tensor]:
         """dA of each layer."""
         if not self.dropout:
             found: Sequence[Tensor] = (e.t() @ x).split([layer.a.shape[0] for layer in self.layers])
@@ -122,29 +122,32 @@ class Call:
         parts = zip(self.seeds, self.parts(e), strict=True)
         return [own.t() @ seeded_dropout(x, seed, self.dropout) for seed, own in parts]
 
-    def gradients(
-        self, x: Tensor, h: Tensor, factors: Sequence[Tensor], dys: Sequence[Tensor | None], *, needs_x: bool
-    ) -> tuple[list[Tensor], Tensor, list[Tensor | None]]:
-        """Frozen products whose sum is their part of dx, if it is needed; e; and dA and dB by turns."""
-        e = torch.empty_like(h) if all(dy is not None for dy in dys) else torch.zeros_like(h)
-        products: list[Tensor] = []
+    def gradients_of_b(self, h: Tensor, dys: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """dB of each layer."""
         found: list[Tensor | None] = []
-        for layer, dy, b, own_h, own_e in zip(
-            self.layers, dys, factors[1::2], self.parts(h), self.parts(e), strict=True
-        ):
-            if dy is None:
-                found += [None, None]
-                continue
-            rows = rows_of(dy)
-            torch.addmm(own_e, rows, b, beta=0, alpha=layer.scale, out=own_e)
-            d_b = b.new_empty(b.shape)
-            found += [None, torch.addmm(d_b, rows.t(), own_h, beta=0, alpha=layer.scale, out=d_b)]
-            if needs_x:
+        for layer, dy, own_h in zip(self.layers, dys, self.parts(h), strict=True):
+            d_b = None
+            if dy is not None:
+                d_b = layer.b.new_empty(layer.b.shape)
+                torch.addmm(d_b, rows_of(dy).t(), own_h, beta=0, alpha=layer.scale, out=d_b)
+            found.append(d_b)
+        return found
+
+    def reduce_gradients(self, h: Tensor, b: Sequence[Tensor], dys: Sequence[Tensor | None]) -> Tensor:
+        """e, in the shape of h."""
+        e = torch.empty_like(h) if all(dy is not None for dy in dys) else torch.zeros_like(h)
+        for layer, dy, factor, own in zip(self.layers, dys, b, self.parts(e), strict=True):
+            if dy is not None:
+                torch.addmm(own, rows_of(dy), factor, beta=0, alpha=layer.scale, out=own)
+        return e
+
+    def frozen_input_gradients(self, dys: Sequence[Tensor | None]) -> list[Tensor]:
+        """Frozen products whose sum is their part of dx."""
+        products: list[Tensor] = []
+        for layer, dy in zip(self.layers, dys, strict=True):
+            if dy is not None:
                 layer.frozen.add_input_gradient(dy, products)
-        # A layer whose result nobody reads has no gradient: one of zeros would be a step of decay.
-        of_a = self._gradients_of_a(rows_of(x), e)
-        found[::2] = [None if dy is None else each for dy, each in zip(dys, of_a, strict=True)]
-        return products, e, found
+        return products
 
     def input_gradient(self, e: Tensor, a: Sequence[Tensor], frozen: list[Tensor]) -> Tensor:
         """dx, of the frozen products and of the adapters."""
@@ -182,10 +185,20 @@ class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward("lora_linear")
+        call: Call = ctx.call
         x, h, *factors = ctx.saved_tensors
-        products, e, d_factors = ctx.call.gradients(x, h, factors, dys, needs_x=ctx.needs_input_grad[1])
-        dx = ctx.call.input_gradient(e, factors[::2], products).view(x.shape) if products else None
-        return None, dx, *d_factors
+        e = call.reduce_gradients(h, factors[1::2], dys)
+        of_b = call.gradients_of_b(h, dys)
+        products = call.frozen_input_gradients(dys) if ctx.needs_input_grad[1] else []
+        # A layer whose result nobody reads has no gradient: one of zeros would be a step of decay.
+        of_a = [None if dy is None else d_a for dy, d_a in zip(dys, call.gradients_of_a(rows_of(x), e), strict=True)]
+        dx = call.input_gradient(e, factors[::2], products).view(x.shape) if products else None
+        return None, dx, *by_turns(of_a, of_b)
+
+
+def by_turns(of_a: Sequence[Tensor | None], of_b: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """dA and dB of each layer, as the factors are given."""
+    return [gradient for pair in zip(of_a, of_b, strict=True) for gradient in pair]
 
 
 def _joined(factors: Sequence[Tensor]) -> Tensor:
