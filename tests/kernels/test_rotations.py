@@ -94,6 +94,17 @@ def test_complex_of_patches(dtype, device, compare) -> None:
     )
 
 
+def test_complex_of_patches_whose_imaginary_part_a_cast_has_dropped(device, compare) -> None:
+    """`model.to(torch.bfloat16)` does that to the buffer of Llama 4's tower."""
+    table = angles(PATCHES, 1, FEATURES // 2).cos().bfloat16().to(device)
+    compare(
+        lambda q, k: ROTATIONS["complex_of_patches"](q, k, table),
+        lambda q, k: vision_apply_rotary_emb(q, k, table),
+        heads(BATCH, PATCHES, HEADS, FEATURES, dtype=torch.float32, device=device),
+        exact=lambda q, k: tuple(x * table.double().repeat_interleave(2, -1)[None] for x in (q, k)),
+    )
+
+
 def of_grid(tower: nn.Module, device: torch.device) -> Tensor:
     """Two images of different sizes."""
     grid = torch.tensor([[1, 2, 4], [1, 2, 2]], device=device)
