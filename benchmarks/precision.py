@@ -5,9 +5,9 @@
 
 The reference is none of this project's code: transformers' own model with fp32 weights, `torch.autocast` to bfloat16,
 `torch.optim.AdamW` and `clip_grad_norm_`, fed with the same rows in the same order. Beside it, the same spec is trained
-by `python -m tasks.runtime` with each `optimizer.precision`, or with `training.float8`, where every linear layer but the
-head multiplies in FP8, whether or not that is faster. Every exported model is then measured by transformers alone, in
-fp32, on rows that none was trained on. All processes share the GPU, so this measures losses, not speed.
+by `python -m tasks.runtime` with each `optimizer.precision`, or with `training.float8`, where every linear layer but
+the head multiplies in FP8, whether or not that is faster. Every exported model is then measured by transformers alone,
+in fp32, on rows that none was trained on. All processes share the GPU, so this measures losses, not speed.
 
 FILE is plain text. Prints a table, and writes every curve to `<out>/curves.json`.
 """

@@ -73,6 +73,7 @@ def test_bits_are_those_of_two_steps(name, biased, dtype, device) -> None:
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
 @pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("features", [FEATURES, 2 * WIDTH], ids=["narrower", "wider"])
 def test_matrices_too_large_for_a_product_are_multiplied_in_parts(features, biased, monkeypatch) -> None:

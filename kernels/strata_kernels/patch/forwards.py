@@ -174,7 +174,7 @@ def _complex(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]
 def _complex_of_patches(query: Tensor, key: Tensor, freqs_ci: Tensor) -> tuple[Tensor, Tensor]:
     """As `_complex`, with angles [S, 1, P] for all batch rows (Llama 4's tower).
 
-    They are a buffer, of which `model.to(torch.bfloat16)` leaves the real part; then that multiplies, as in transformers.
+    They are a buffer, of which `model.to(torch.bfloat16)` leaves the real part; that multiplies, as in transformers.
     """
     table = freqs_ci if freqs_ci.is_complex() else freqs_ci.to(torch.complex64)
     return _complex(query, key, table.flatten(1).to(query.device))

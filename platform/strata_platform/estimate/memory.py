@@ -227,8 +227,8 @@ def working_set(work: Workload) -> float:
     An nf4 weight also has a dequantized copy while it is multiplied; both weights of experts have theirs at once.
     """
     shape = work.shape
-    # The unfused gate kept its output; the fused one recomputes it.
-    gate = 3 if work.fused_gate else 2
+    # The unfused gate kept its output; the fused one recomputes it. That of adapters does so within its kernel.
+    gate = 3 if work.fused_gate and work.lora is None else 2
     dequantized = max(*work.nf4_weights, sum(work.nf4_experts), 0)
     # Expert parallelism also has the output of its experts for all tokens of the group, and the gradient.
     group = 2 * (work.parallel.expert_parallel - 1)

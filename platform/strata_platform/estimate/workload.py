@@ -14,6 +14,8 @@ from strata_platform.spec.training import Optimizer, Training
 
 # Operators of the kernel layer that fuse the MLP's gate with the projection after it.
 _GATES = frozenset({"swiglu", "geglu", "relu_squared"})
+# Ranks above it are multiplied by the vendor's products.
+_LARGEST_RANK = 64
 # bitsandbytes quantizes to nf4 in blocks of this many weights, each with a scale of one byte.
 NF4_BLOCK = 64
 
@@ -86,8 +88,10 @@ class Workload:
             weight_bytes=weight_bytes,
             compute_bytes=compute_bytes,
             fused=bool(kernels.enabled),
-            # An adapter on the projection replaces the fused operator.
-            fused_gate=bool(kernels.enabled) and shape.gated and lora is None and _GATES.isdisjoint(kernels.exclude),
+            fused_gate=bool(kernels.enabled)
+            and shape.gated
+            and _GATES.isdisjoint(kernels.exclude)
+            and (lora is None or (not shape.active_experts and _fuses_adapters(lora, spec.training, compute_bytes))),
             fused_loss=spec.fused_loss,
             # In bfloat16, varlen attention computes each document by itself.
             masked=several_documents and spec.model.attention in ("auto", "sdpa") and compute_bytes == 4,
@@ -207,6 +211,14 @@ def _require_divisible_heads(shape: ModelShape, parallel: Single | Ddp | Fsdp) -
         reason = undivided_heads(method, shape.heads, shape.kv_heads, parallel.context_parallel)
         if reason is not None:
             raise SpecError([Problem("parallel.context_parallel_method", reason)], "estimate")
+
+
+def _fuses_adapters(lora: Lora, training: Training, compute_bytes: int) -> bool:
+    """Whether one operator computes a gated layer with its adapters, so that the gate's output is not kept."""
+    all_linear = not lora.target_modules and not lora.use_dora
+    return (
+        all_linear and lora.r <= _LARGEST_RANK and not lora.lora_dropout and compute_bytes == 2 and not training.compile
+    )
 
 
 def _shard_of(shape: ModelShape, tensor_parallel: int) -> ModelShape:

@@ -36,6 +36,9 @@ from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_forked import launch
 from tests.runtime.helpers.train_only import train_spec
 
+# On a GPU, of a thread of autograd's that multiplies before PyTorch has made a context for it.
+pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")
+
 SCALINGS = ["tensorwise", "rowwise"]
 # Framework, strategy, adapter, `training`.
 CELLS = {
@@ -172,15 +175,17 @@ def test_frozen_weights_are_bytes_and_their_adapters_exact(output):
     spec = make_spec(output, "bytes", "torch", "single", 1, "lora", {"float8": "tensorwise"})
     model = build_model(spec.model, 0)
     add_adapter(model, spec.adapter, 0)
+    exact = next(model.parameters()).dtype
     before = sum(p.numel() * p.itemsize for p in model.parameters())
     use_float8(model, spec.training)
     layers = float8.float8_layers(model)
     quantize_frozen_weights(model, spec, torch.device("cpu"))
     after = sum(p.numel() * p.itemsize for p in model.parameters())
-    assert before - after == 3 * sum(layer.in_features * layer.out_features for layer in layers.values())
+    weights = sum(layer.in_features * layer.out_features for layer in layers.values())
+    assert before - after == (exact.itemsize - 1) * weights
     kinds = {path.rpartition(".")[2]: type(module) for path, module in model.named_modules()}
     assert kinds["base_layer"] is Float8FrozenLinear and kinds["lm_head"] is nn.Linear
-    assert all(p.dtype == torch.float32 for name, p in model.named_parameters() if "lora_" in name)
+    assert all(p.dtype == exact for name, p in model.named_parameters() if "lora_" in name)
 
 
 def test_layers_are_chosen_by_name_and_size(caplog):

@@ -92,40 +92,41 @@ def adapted_gate_bwd_kernel(
     i_n, i_s = tl.program_id(0), tl.program_id(1)
     o_n = i_n * BN + tl.arange(0, BN)
     m_n = o_n < n_cols
-    b_bg = _factor(p_bg, o_n, n_cols, stride_bgr, stride_bgn, rank_g, R)
-    b_bu = _factor(p_bu, o_n, n_cols, stride_bur, stride_bun, rank_u, R)
-    b_a = _factor(p_a, o_n, n_cols, stride_ar, stride_an, rank_d, R)
-    s_bg, s_bu = tl.zeros([R, BN], tl.float32), tl.zeros([R, BN], tl.float32)
-    s_a = tl.zeros([R, BN], tl.float32)
+    b_bg = tl.trans(_factor(p_bg, o_n, n_cols, stride_bgr, stride_bgn, rank_g, R))
+    b_bu = tl.trans(_factor(p_bu, o_n, n_cols, stride_bur, stride_bun, rank_u, R))
+    b_a = tl.trans(_factor(p_a, o_n, n_cols, stride_ar, stride_an, rank_d, R))
+    s_bg, s_bu = tl.zeros([BN, R], tl.float32), tl.zeros([BN, R], tl.float32)
+    s_a = tl.zeros([BN, R], tl.float32)
     largest_g, largest_u = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     for i_t in range(0, share, BT):
+        # Tiles are transposed, [BN, BT]: as results of products they are factors of the next ones where they are.
         o_t = (i_s * share + i_t).to(tl.int64) + tl.arange(0, BT)
-        m = (o_t < n_rows)[:, None] & m_n[None, :]
-        o_y = o_t[:, None] * n_cols + o_n[None, :]
+        m = m_n[:, None] & (o_t < n_rows)[None, :]
+        o_y = o_n[:, None] + o_t[None, :] * n_cols
         # All loads are under way before the first product waits for one.
         b_dy, b_g = tl.load(p_dy + o_y, mask=m, other=0.0), tl.load(p_g + o_y, mask=m, other=0.0)
         b_u = tl.load(p_u + o_y, mask=m, other=0.0)
         b_hg = _reduced(p_hg, o_t, n_rows, stride_hg, rank_g, R)
         b_hu = _reduced(p_hu, o_t, n_rows, stride_hu, rank_u, R)
         b_e = _reduced(p_e, o_t, n_rows, stride_e, rank_d, R)
-        b_dy = b_dy.to(tl.float32) + tl.dot(b_e, b_a)
-        b_u = b_u.to(tl.float32) + scale_u * tl.dot(b_hu, b_bu)
-        b_f, b_df = activate(b_g.to(tl.float32) + scale_g * tl.dot(b_hg, b_bg), ACTIVATION, False)
+        b_dy = b_dy.to(tl.float32) + tl.dot(b_a, tl.trans(b_e))
+        b_u = b_u.to(tl.float32) + scale_u * tl.dot(b_bu, tl.trans(b_hu))
+        b_f, b_df = activate(b_g.to(tl.float32) + scale_g * tl.dot(b_bg, tl.trans(b_hg)), ACTIVATION, False)
         # As the forward pass rounded it. Of rows beyond the last all factors are 0.
-        s_a += tl.dot(tl.trans(b_e), (b_f * b_u).to(p_du.dtype.element_ty))
+        s_a += tl.dot((b_f * b_u).to(p_du.dtype.element_ty), b_e)
         b_du = (b_dy * b_f).to(p_du.dtype.element_ty)
+        s_bu += tl.dot(b_du, b_hu)
         tl.store(p_du + o_y, b_du, mask=m)
-        s_bu += tl.dot(tl.trans(b_hu), b_du)
         b_dg = (b_dy * b_u * b_df).to(p_dg.dtype.element_ty)
+        s_bg += tl.dot(b_dg, b_hg)
         tl.store(p_dg + o_y, b_dg, mask=m)
-        s_bg += tl.dot(tl.trans(b_hg), b_dg)
         if p_dg_amax is not None:
             largest_g, largest_u = tl.maximum(largest_g, _largest(b_dg)), tl.maximum(largest_u, _largest(b_du))
     if p_dg_amax is not None:
         _note_largest(p_dg_amax, largest_g, PARTS)
         _note_largest(p_du_amax, largest_u, PARTS)
-    o_sums = (i_s * 3 * R + tl.arange(0, R)).to(tl.int64)[:, None] * n_cols + o_n[None, :]
-    m_sums = (tl.arange(0, R) < R)[:, None] & m_n[None, :]
+    o_sums = (i_s * 3 * R + tl.arange(0, R)).to(tl.int64)[None, :] * n_cols + o_n[:, None]
+    m_sums = m_n[:, None] & (tl.arange(0, R) < R)[None, :]
     tl.store(p_sums + o_sums, scale_g * s_bg, mask=m_sums)
     tl.store(p_sums + o_sums + R * n_cols, scale_u * s_bu, mask=m_sums)
     tl.store(p_sums + o_sums + 2 * R * n_cols, s_a, mask=m_sums)

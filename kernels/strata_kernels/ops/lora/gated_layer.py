@@ -29,7 +29,7 @@ from .low_rank import LARGEST, SMALLEST, Launch, add_low_rank
 
 # More columns take more registers: fewer programs at once, and fewer loads under way.
 _FORWARD = Launch(rows=32, columns=64, warps=4)
-_BACKWARD = Launch(rows=32, columns=64, warps=4)
+_BACKWARD = Launch(rows=16, columns=64, warps=4)
 # Programs of the backward kernel that share the rows of a column: more of them write more sums.
 _PROGRAMS = 8
 
@@ -174,6 +174,8 @@ def _differentiate(
         h_g.shape[1], h_u.shape[1], e.shape[1], float(scale_g), float(scale_u), share,
         ACTIVATION=call.function, R=rank,
         BT=_BACKWARD.rows, BN=_BACKWARD.columns, PARTS=PARTS, num_warps=_BACKWARD.warps,
+        # Loads ahead of the loop take registers that more programs at once put to better use.
+        num_stages=1,
     )  # fmt: skip
     for gradient, found in zip((d_gate, d_up), amax or (), strict=False):
         note_largest(gradient, found)
