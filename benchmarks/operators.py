@@ -192,6 +192,32 @@ OPERATORS = (
         bytes=16,
     ),
     Operator(
+        name="gelu",
+        ours=lambda x: strata_kernels.gelu(x, "tanh"),
+        torch=reference.gelu,
+        inputs=reference.rows_inputs,
+        # The towers of SigLIP so400m (Gemma 3, PaliGemma) and of Qwen2-VL.
+        cases=(Case(_rows(65536, 4304)), Case(_rows(65536, 5120))),
+        bytes=10,
+    ),
+    Operator(
+        name="quick_gelu",
+        ours=lambda x: strata_kernels.gelu(x, "sigmoid"),
+        torch=reference.quick_gelu,
+        inputs=reference.rows_inputs,
+        cases=(Case(_rows(65536, 5120)),),
+        bytes=10,
+    ),
+    Operator(
+        name="gelu_linear",
+        ours=lambda x, weight, bias: strata_kernels.gelu(x, "tanh", weight=weight, bias=bias),
+        torch=reference.gelu_linear,
+        inputs=reference.mlp_inputs,
+        cases=(Case(_rows(65536, 1152) | {"inner": 4304}), Case(_rows(65536, 1280) | {"inner": 5120})),
+        flops=lambda s: 6 * s["rows"] * s["features"] * s["inner"],
+        label=lambda s: f"{s['rows']}x{s['inner']}x{s['features']}",
+    ),
+    Operator(
         name="relu_squared",
         ours=strata_kernels.relu_squared,
         torch=reference.relu_squared,

@@ -106,6 +106,25 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
     return functional.gelu(gate, approximate="tanh") * up
 
 
+def gelu(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def mlp_inputs(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """x: [rows, inner], weight and bias of a layer from there to `features`."""
+    x = random(shape["rows"], shape["inner"], dtype=dtype, device=device)
+    weight = (torch.randn(shape["features"], shape["inner"], device=device) * shape["inner"] ** -0.5).to(dtype)
+    return x, weight.requires_grad_(), _vector(shape, dtype, device)
+
+
+def gelu_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return functional.linear(gelu(x), weight, bias)
+
+
 def relu_squared(x: Tensor) -> Tensor:
     return functional.relu(x).square()
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from .ops._stable_cache_keys import omit_line_numbers as _omit_line_numbers
 from .ops.activation.geglu import geglu, geglu_packed
+from .ops.activation.gelu import gelu
 from .ops.activation.relu_squared import relu_squared
+from .ops.activation.silu import silu
 from .ops.activation.swiglu import swiglu, swiglu_packed
 from .ops.activation.tiled_mlp import tiled_mlp
 from .ops.adamw import adamw_step, join_weight, split_weight, weight_step
@@ -67,6 +69,7 @@ __all__ = [
     "experts",
     "geglu",
     "geglu_packed",
+    "gelu",
     "group_norm",
     "join_weight",
     "jsd",
@@ -94,6 +97,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "selective_log_softmax",
+    "silu",
     "softmax",
     "sparsemax",
     "split_weight",

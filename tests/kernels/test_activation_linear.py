@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
-from strata_kernels import geglu, geglu_packed, relu_squared, swiglu, swiglu_packed
+from strata_kernels import geglu, geglu_packed, gelu, relu_squared, silu, swiglu, swiglu_packed
 from strata_kernels.nn import GatedMLP
 from strata_kernels.ops.activation import activation_linear
 from strata_kernels.patch.structure import is_plain_linear
@@ -30,6 +30,10 @@ OPERATORS = {
     "geglu, tanh": (partial(geglu, approximate="tanh"), 2, 1),
     "geglu_packed": (geglu_packed, 1, 2),
     "relu_squared": (relu_squared, 1, 1),
+    "gelu": (gelu, 1, 1),
+    "gelu, tanh": (partial(gelu, approximate="tanh"), 1, 1),
+    "gelu, sigmoid": (partial(gelu, approximate="sigmoid"), 1, 1),
+    "silu": (silu, 1, 1),
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.activations import ACT2FN
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
@@ -51,10 +52,10 @@ FAMILIES = {
     "lfm2": {"rms_norm": 9, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1},
     "olmo": {"layer_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1},
     "nemotron": {"rope": 2, "relu_squared": 2, "linear_cross_entropy": 1},
-    "starcoder2": {"layer_norm": 5, "rope": 2, "linear_cross_entropy": 1},
+    "starcoder2": {"layer_norm": 5, "rope": 2, "gelu": 2, "linear_cross_entropy": 1},
     "stablelm": {"layer_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1},
-    "phi": {"layer_norm": 3, "rope": 2, "linear_cross_entropy": 1},
-    "gpt_neox": {"layer_norm": 5, "rope": 2, "linear_cross_entropy": 1},
+    "phi": {"layer_norm": 3, "rope": 2, "gelu": 2, "linear_cross_entropy": 1},
+    "gpt_neox": {"layer_norm": 5, "rope": 2, "gelu": 2, "linear_cross_entropy": 1},
     "gpt2": {"layer_norm": 5, "linear_cross_entropy": 1},
     "mamba": {"rms_norm": 3, "linear_cross_entropy": 1},
     "openai-gpt": {"layer_norm": 4, "linear_cross_entropy": 1},
@@ -370,6 +371,20 @@ def test_hooks_on_an_activation_keep_their_module() -> None:
 
 
 @contextlib.contextmanager
+def saved_numbers():
+    """How many numbers autograd keeps beside parameters, once the block has ended."""
+    sizes = {}
+
+    def note(tensor):
+        if not isinstance(tensor, nn.Parameter) and not isinstance(tensor._base, nn.Parameter):
+            sizes[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        yield lambda: sum(sizes.values())
+
+
+@contextlib.contextmanager
 def default_dtype(dtype):
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -418,4 +433,122 @@ class Projector(nn.Module):
 def test_a_projector_is_no_gated_layer() -> None:
     model = other_family()
     model.projector = Projector()
-    assert "geglu" not in patch_model(model).kept
+    report = patch_model(model)
+    assert report.replaced["gelu"] == ("projector",) and "geglu" not in report.kept
+
+
+class UngatedMLP(nn.Module):
+    """As towers have it."""
+
+    def __init__(self, activation: nn.Module, rate: float = 0.0) -> None:
+        super().__init__()
+        self.fc1, self.activation_fn, self.fc2 = nn.Linear(32, 48), activation, nn.Linear(48, 32)
+        self.dropout, self.rate = nn.Dropout(0.0), rate
+
+    def forward(self, hidden_states):
+        inner = nn.functional.dropout(self.activation_fn(self.fc1(hidden_states)), self.rate, self.training)
+        return self.dropout(self.fc2(inner))
+
+
+class TwiceActivatedMLP(UngatedMLP):
+    """As Llama 4's projector."""
+
+    def forward(self, hidden_states):
+        return self.activation_fn(super().forward(hidden_states))
+
+
+class NormedMLP(UngatedMLP):
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__(activation)
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, hidden_states):
+        return super().forward(self.norm(hidden_states))
+
+
+def with_tower(mlp: nn.Module) -> nn.Module:
+    """A model that has `mlp` beside its own layers."""
+    model = other_family()
+    model.tower = mlp
+    return model
+
+
+UNGATED = {
+    **{name: (lambda name=name: ACT2FN[name], "gelu") for name in
+       ("gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_python", "quick_gelu")},
+    "nn.GELU": (nn.GELU, "gelu"),
+    "nn.GELU, tanh": (lambda: nn.GELU("tanh"), "gelu"),
+    "silu": (lambda: ACT2FN["silu"], "silu"),
+    "nn.SiLU": (nn.SiLU, "silu"),
+    "relu2": (lambda: ACT2FN["relu2"], "relu_squared"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("activation", "operator"), UNGATED.values(), ids=UNGATED.keys())
+def test_a_layer_without_a_gate(activation, operator) -> None:
+    mlp, x = UngatedMLP(activation()), torch.randn(2, 3, 32, requires_grad=True)
+
+    def run():
+        y = mlp(hidden_states=x)
+        return y, torch.autograd.grad(y.square().sum(), (x, *mlp.parameters()))
+
+    expected, before = run(), snapshot(mlp)
+    report = patch_model(with_tower(mlp))
+    assert report.replaced[operator] == ("tower",) and not report.kept
+    torch.testing.assert_close(run(), expected)
+    with saved_numbers() as saved:
+        mlp(x)
+    # What enters a linear layer, and no more of what lies between.
+    assert saved() == x.numel() + 2 * 3 * 48
+    unpatch_model(mlp)
+    assert snapshot(mlp) == before
+
+
+def test_a_frozen_tower() -> None:
+    mlp, x = UngatedMLP(nn.GELU()).requires_grad_(False), torch.randn(2, 3, 32, requires_grad=True)
+    expected = torch.autograd.grad(mlp(x).sum(), x)
+    patch_model(with_tower(mlp))
+    torch.testing.assert_close(torch.autograd.grad(mlp(x).sum(), x), expected)
+    assert not mlp(x.detach()).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("mlp", "reason"),
+    [
+        (lambda: UngatedMLP(nn.GELU(), 0.1), "gelu left out: UngatedMLP drops features at random in training"),
+        # Seen in no result of a few features.
+        (lambda: UngatedMLP(nn.GELU(), 1e-9), "gelu left out: UngatedMLP drops features at random in training"),
+        (lambda: TwiceActivatedMLP(nn.GELU()), "TwiceActivatedMLP computes something else than gelu between"),
+        (lambda: NormedMLP(nn.GELU()), None),
+        (lambda: UngatedMLP(nn.ReLU()), None),
+        (lambda: UngatedMLP(nn.Mish()), None),
+        (lambda: nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)), None),
+    ],
+    ids=["dropout", "little dropout", "activated twice", "with a norm", "ReLU", "Mish", "sequence"],
+)
+def test_a_layer_without_a_gate_that_keeps_its_own_code(mlp, reason) -> None:
+    torch.manual_seed(5)
+    model = with_tower(mlp())
+    before = torch.get_rng_state()
+    report = patch_model(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not report.counts.keys() & {"gelu", "silu", "relu_squared"}
+    assert reason in report.summary() if reason else not report.kept
+
+
+@pytest.mark.parametrize("kind", ["hooked", "derived"])
+def test_a_projection_that_is_no_plain_layer_is_called(kind) -> None:
+    """As adapters, quantized layers and FSDP's are."""
+    mlp, x, calls = UngatedMLP(nn.GELU()), torch.randn(2, 3, 32), []
+    expected = mlp(x)
+    if kind == "hooked":
+        mlp.fc2.register_forward_hook(lambda *_: calls.append(1))
+    else:
+        mlp.fc2.__class__ = type(
+            "Noted",
+            (nn.Linear,),
+            {"forward": lambda self, x: calls.append(1) or nn.functional.linear(x, self.weight, self.bias)},
+        )
+    assert patch_model(with_tower(mlp)).replaced["gelu"] == ("tower",)
+    torch.testing.assert_close(mlp(x), expected)
+    assert calls == [1]

@@ -23,6 +23,7 @@ FILES = {
     "activations": [
         "test_swiglu.py",
         "test_geglu.py",
+        "test_gelu.py",
         "test_relu_squared.py",
         "test_activation_linear.py",
         "test_tiled_mlp.py",

@@ -72,7 +72,7 @@ def test_the_command_prints_the_table_and_what_is_fused_in_a_type(capsys) -> Non
     assert "capped at final_logit_softcapping" in next(line for line in printed if line.startswith("gemma2 "))
     assert main(["models", "starcoder2"]) == 0
     assert capsys.readouterr().out.startswith(
-        "starcoder2 (by structure): layer_norm x61, rope x30, linear_cross_entropy x1"
+        "starcoder2 (by structure): layer_norm x61, rope x30, gelu x30, linear_cross_entropy x1"
     )
     assert main(["models", "lama"]) == 2
     assert "has no model type 'lama'" in capsys.readouterr().err

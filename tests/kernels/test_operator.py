@@ -27,12 +27,14 @@ from strata_kernels import (
     experts,
     geglu,
     geglu_packed,
+    gelu,
     layer_norm,
     linear_cross_entropy,
     qk_norm_rope,
     relu_squared,
     rms_norm,
     rope,
+    silu,
     swiglu,
     swiglu_packed,
 )
@@ -113,6 +115,10 @@ PROJECTED = [
         ("geglu_packed", geglu_packed, (XX,)),
         ("geglu_tanh_packed", functools.partial(geglu_packed, approximate="tanh"), (XX,)),
         ("relu_squared", relu_squared, (X,)),
+        ("gelu", gelu, (X,)),
+        ("gelu_tanh", functools.partial(gelu, approximate="tanh"), (X,)),
+        ("quick_gelu", functools.partial(gelu, approximate="sigmoid"), (X,)),
+        ("silu", silu, (X,)),
     )
 ]
 EXAMPLES = {
@@ -128,6 +134,10 @@ EXAMPLES = {
     "geglu_packed": Example(geglu_packed, (X,)),
     "geglu_tanh_packed": Example(functools.partial(geglu_packed, approximate="tanh"), (X,)),
     "relu_squared": Example(relu_squared, (X,)),
+    "gelu": Example(gelu, (X,)),
+    "gelu_tanh": Example(functools.partial(gelu, approximate="tanh"), (X,)),
+    "quick_gelu": Example(functools.partial(gelu, approximate="sigmoid"), (X,)),
+    "silu": Example(silu, (X,)),
     **{f"{name}, projected": Example(function, (*shapes, (5, 8))) for name, function, shapes in PROJECTED},
     "experts": Example(mixed, (X, (3, 8, 8), (3, 8, 4), (ROWS, 2), (3, 8), (3, 8))),
     "experts, adapted": Example(

@@ -277,7 +277,7 @@ def test_report() -> None:
     assert (
         patch_model(build("apertus"))
         .summary()
-        .endswith("swiglu has no place in it, geglu has no place in it, relu_squared has no place in it")
+        .endswith("relu_squared has no place in it, gelu has no place in it, silu has no place in it")
     )
 
 

@@ -1,6 +1,6 @@
 """Patching a family without a row: which of its modules compute what an operator computes, proven on random numbers.
 
-`discover` looks at the classes of a model's modules. For each class that could be a norm, a gated feed-forward layer,
+`discover` looks at the classes of a model's modules. For each class that could be a norm, a feed-forward layer,
 experts, an attention with a rotation, or a causal model with a plain head, it builds a small copy of one module, with
 the code of the class and random weights, and runs it beside the operator, forward and backward in fp32. Norms and feed-
 forward layers run in training and in evaluation, on inputs of several sizes and dimensions, and forward in 16 bits,
@@ -35,13 +35,14 @@ from .small_copy import (
     WIDTH,
     NotEqual,
     copy_of,
+    draws_random_numbers,
     is_equal_module,
     random_linear,
     seeded,
     takes_one_tensor,
 )
 from .structure import activation_options, original_class
-from .table import ACTIVATIONS, OPERATORS, Mlp, Norm, Recipe
+from .table import GATED, OPERATORS, UNGATED, Mlp, Norm, Recipe
 
 # Features inside of a small feed-forward layer: another number than outside, so that a swap of the two shows.
 _INNER = 24
@@ -247,38 +248,41 @@ def _linears(module: nn.Module) -> dict[str, nn.Module]:
     return {name: child for name, child in sized if isinstance(getattr(child, "out_features", None), int)}
 
 
-def _activation(module: nn.Module) -> tuple[str, str | None] | None:
-    """The child that is an activation and the operator that computes it, None if it is none of ours."""
-    for name, child in module.named_children():
-        for operator in ACTIVATIONS:
-            if activation_options(operator, child) is not None:
-                return name, operator
-        if type(child).__module__ in ("transformers.activations", "torch.nn.modules.activation"):
-            return name, None
-    return None
+def _activation(module: nn.Module) -> str | None:
+    """The child that is an activation."""
+    homes = ("transformers.activations", "torch.nn.modules.activation")
+    return next((name for name, child in module.named_children() if type(child).__module__ in homes), None)
 
 
 def _mlp_variants(module: nn.Module) -> Iterator[Mlp]:
     """The feed-forward layers that a module with these children could be: which linear layer is gate, up and down."""
-    linears, found = _linears(module), _activation(module)
-    if found is not None and found[1] is None:
-        return
-    activation, operator = found or (None, "swiglu")
-    assert operator is not None
+    linears, activation = _linears(module), _activation(module)
+    if isinstance(module, nn.Sequential):
+        return  # A part of it that is cut out is of its class, and would have no layer to project with.
+    dropouts = [name for name, child in module.named_children() if isinstance(child, nn.Dropout)]
+    # Two linear layers with a norm or a convolution beside them are another kind of module: a patch merger, a block.
+    alone = len(linears) == 2 and {*linears, activation, *dropouts} >= dict(module.named_children()).keys()
+
+    def computes(operator: str) -> bool:
+        if activation is None:
+            return operator == "swiglu"  # Some forwards call SiLU by themselves.
+        return activation_options(operator, getattr(module, activation)) is not None
+
     shape: dict[str, tuple[int, int]] = {n: (m.in_features, m.out_features) for n, m in linears.items()}  # type: ignore[misc]
-    if operator == "relu_squared" and len(linears) == 2:
-        for up, down in permutations(linears):
-            if shape[up] == shape[down][::-1]:
-                yield Mlp(operator, activation=activation, up=up, down=down)
-    elif operator != "relu_squared" and len(linears) == 3:
-        for gate, up, down in permutations(linears):
-            if shape[gate] == shape[up] == shape[down][::-1]:
-                yield Mlp(operator, activation=activation, gate=gate, up=up, down=down)
-    elif operator != "relu_squared" and len(linears) == 2:
-        # In this order: a projector of two layers may have the sizes of the other one.
-        gate, down = linears
-        if shape[gate] == (shape[down][1], 2 * shape[down][0]):
-            yield Mlp(operator, packed=True, activation=activation, gate=gate, down=down)
+    for operator in filter(computes, GATED):
+        if len(linears) == 3:
+            for gate, up, down in permutations(linears):
+                if shape[gate] == shape[up] == shape[down][::-1]:
+                    yield Mlp(operator, activation=activation, gate=gate, up=up, down=down)
+        elif len(linears) == 2:
+            # In this order: a projector of two layers may have the sizes of the other one.
+            gate, down = linears
+            if shape[gate] == (shape[down][1], 2 * shape[down][0]):
+                yield Mlp(operator, packed=True, activation=activation, gate=gate, down=down)
+    for operator in filter(computes, UNGATED) if alone else ():
+        up, down = linears
+        if shape[up][1] == shape[down][0]:
+            yield Mlp(operator, activation=activation, up=up, down=down)
 
 
 def _prove_mlp(module: nn.Module, variants: Sequence[Mlp]) -> Mlp:
@@ -302,6 +306,8 @@ def _prove_mlp(module: nn.Module, variants: Sequence[Mlp]) -> Mlp:
             if name not in linears:
                 setattr(small, name, copy(child))
         x = torch.randn(SHAPE, generator=random)
+        if draws_random_numbers(small, x):
+            raise NotEqual("drops features at random in training")
         if is_equal_module(small, mlp_forward(variant), x, scales=_MLP_SCALES) and _has_dtype_of(small, variant, x):
             return variant
     raise NotEqual(f"computes something else than {variants[0].operator} between its linear layers")

@@ -92,7 +92,7 @@ def patch_model(model: nn.Module, *, exclude: Iterable[str] = (), require_all: b
     Args:
         model: a causal language model, bare or inside PEFT, `torch.compile` or DDP.
         exclude: operators to leave as the model has them, of "rms_norm", "layer_norm", "rope", "swiglu", "geglu",
-            "relu_squared", "experts", "linear_cross_entropy".
+            "relu_squared", "gelu", "silu", "experts", "linear_cross_entropy".
         require_all: raise if an operator that has a place in the model cannot be put there.
 
     Raises:

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from ..ops.activation.geglu import geglu, geglu_packed
+from ..ops.activation.gelu import gelu
 from ..ops.activation.relu_squared import relu_squared
+from ..ops.activation.silu import silu
 from ..ops.activation.swiglu import swiglu, swiglu_packed
 from ..ops.head.vocabulary_parallel import is_dtensor
 from ..ops.linear_cross_entropy import linear_cross_entropy
@@ -23,13 +25,23 @@ from ..ops.norm.rms_norm import rms_norm
 from ..ops.rotary.heads import Layout
 from ..ops.rotary.rope import rope
 from .structure import activate_and_project, activation_options, linear_head
-from .table import Head, Mlp, Norm, Rope
+from .table import GATED, Head, Mlp, Norm, Rope
 
 Forward = Callable[..., Any]
 # What callers pass on to the loss alone.
 LOSS_ARGUMENTS = ("num_items_in_batch", "max_targets", "ignore_index", "shift_labels")
 # (hidden states [B, T, H], weight and bias of the head, cap on its logits) → the output's loss
 HeadLoss = Callable[[Tensor, Tensor, Tensor | None, float | None], Any]
+
+
+_ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
+    "swiglu": swiglu,
+    "geglu": geglu,
+    "relu_squared": relu_squared,
+    "gelu": gelu,
+    "silu": silu,
+}
+_PACKED: dict[str, Callable[..., Tensor]] = {"swiglu": swiglu_packed, "geglu": geglu_packed}
 
 
 def norm_forward(norm: Norm) -> Forward:
@@ -53,20 +65,17 @@ def norm_forward(norm: Norm) -> Forward:
 
 def mlp_forward(mlp: Mlp) -> Forward:
     """The feed-forward layer with its activation fused, and its projection too if it is a plain linear layer."""
-    gated, packed = {"swiglu": (swiglu, swiglu_packed), "geglu": (geglu, geglu_packed)}.get(mlp.operator, (None, None))
+    operator = (_PACKED if mlp.packed else _ACTIVATIONS)[mlp.operator]
+    names = (mlp.gate,) if mlp.packed else (mlp.gate, mlp.up) if mlp.operator in GATED else (mlp.up,)
 
     def activate(self: Any, x: Tensor, **projection: Any) -> Tensor:
-        if gated is None or packed is None:
-            return relu_squared(getattr(self, mlp.up)(x), **projection)
         options: dict[str, Any] | None = {}
         if mlp.activation is not None:
             options = activation_options(mlp.operator, getattr(self, mlp.activation))
         assert options is not None
         if mlp.gate_multiplier:
             options = {**options, "gate_multiplier": getattr(self, mlp.gate_multiplier)}
-        if mlp.packed:
-            return packed(getattr(self, mlp.gate)(x), **options, **projection)
-        return gated(getattr(self, mlp.gate)(x), getattr(self, mlp.up)(x), **options, **projection)
+        return operator(*(getattr(self, name)(x) for name in names), **options, **projection)
 
     def forward(self: Any, x: Tensor) -> Tensor:
         y = activate_and_project(partial(activate, self, x), getattr(self, mlp.down))

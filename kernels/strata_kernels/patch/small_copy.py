@@ -69,6 +69,14 @@ def random_linear(features: int, outputs: int, like: Any, random: torch.Generato
     return linear
 
 
+def draws_random_numbers(small: nn.Module, x: Tensor) -> bool:
+    """Whether `small` does in training, as dropout does; comparing results would not show that of a low rate."""
+    with torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
+        small(x)
+        return not torch.equal(torch.get_rng_state(), before)
+
+
 def is_equal(
     original: Callable[..., Any], ours: Callable[..., Any], *inputs: Tensor, weights: Sequence[Tensor] = ()
 ) -> bool:

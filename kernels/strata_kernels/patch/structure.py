@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -125,45 +125,66 @@ def is_hooked(module: nn.Module) -> bool:
     return "forward" in module.__dict__ or any(hooks)
 
 
-# "gelu_new", NewGELUActivation, is the tanh approximation in PyTorch code.
-_ACTIVATION_CLASSES: dict[str, dict[str, dict[str, Any]]] = {
-    "swiglu": {"transformers.activations.SiLUActivation": {}, "torch.nn.modules.activation.SiLU": {}},
-    "geglu": {
-        "transformers.activations.GELUActivation": {"approximate": "none"},
-        "transformers.activations.GELUTanh": {"approximate": "tanh"},
-        "transformers.activations.NewGELUActivation": {"approximate": "tanh"},
-    },
-    "relu_squared": {"transformers.activations.ReLUSquaredActivation": {}},
+# Class → the function that it computes. "gelu_new", "gelu_fast" and "gelu_accurate" are the tanh approximation, written
+# in PyTorch. There is no ReLU: PyTorch keeps its result alone, which the projection keeps too, so that computing it
+# again would save no memory, and move six itemsizes per element in place of five.
+_FUNCTIONS = {
+    "transformers.activations.SiLUActivation": "silu",
+    "torch.nn.modules.activation.SiLU": "silu",
+    "transformers.activations.GELUActivation": "gelu",
+    "torch.nn.modules.activation.GELU": "gelu",
+    "transformers.activations.GELUTanh": "gelu_tanh",
+    "transformers.activations.NewGELUActivation": "gelu_tanh",
+    "transformers.activations.FastGELUActivation": "gelu_tanh",
+    "transformers.activations.AccurateGELUActivation": "gelu_tanh",
+    "transformers.activations.QuickGELUActivation": "quick_gelu",
+    "transformers.activations.ReLUSquaredActivation": "relu2",
 }
+# Operator → the functions that it computes, each with its keyword arguments.
+_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "swiglu": {"silu": {}},
+    "geglu": {"gelu": {"approximate": "none"}, "gelu_tanh": {"approximate": "tanh"}},
+    "relu_squared": {"relu2": {}},
+    "gelu": {
+        "gelu": {"approximate": "none"},
+        "gelu_tanh": {"approximate": "tanh"},
+        "quick_gelu": {"approximate": "sigmoid"},
+    },
+    "silu": {"silu": {}},
+}
+
+
+def _function_of(activation: nn.Module) -> str | None:
+    """The name of the function that `activation` computes; None if no operator computes it."""
+    cls = type(activation)
+    function = _FUNCTIONS.get(f"{cls.__module__}.{cls.__name__}")
+    # PyTorch's class computes both.
+    return "gelu_tanh" if function == "gelu" and getattr(activation, "approximate", None) == "tanh" else function
 
 
 def activation_options(operator: str, activation: nn.Module) -> dict[str, Any] | None:
     """The keyword arguments for `operator` to compute `activation`; None if it cannot."""
-    cls = type(activation)
-    return _ACTIVATION_CLASSES[operator].get(f"{cls.__module__}.{cls.__name__}")
+    function = _function_of(activation)
+    return None if function is None else _OPTIONS[operator].get(function)
 
 
 def activation_function(activation: nn.Module) -> Function:
-    """The name by which `experts` takes an activation that one of its operators computes.
+    """The name by which `experts` takes an activation that it computes.
 
     Raises:
-        ValueError: none of them does.
+        ValueError: it computes others.
     """
-    for operator in _ACTIVATION_CLASSES:
-        options = activation_options(operator, activation)
-        if options is not None:
-            return _FUNCTIONS[operator, options.get("approximate")]
-    raise ValueError(f"experts computes {', '.join(map(activations_of, _ACTIVATION_CLASSES))}, not {activation}")
-
-
-_FUNCTIONS: dict[tuple[str, str | None], Function] = {
-    ("swiglu", None): "silu",
-    ("geglu", "none"): "gelu",
-    ("geglu", "tanh"): "gelu_tanh",
-    ("relu_squared", None): "relu2",
-}
+    function: Any = _function_of(activation)
+    if function in get_args(Function):
+        found: Function = function
+        return found
+    raise ValueError(f"experts computes {_names(get_args(Function))}, not {activation}")
 
 
 def activations_of(operator: str) -> str:
     """The names of the activations that `operator` computes, as error messages list them."""
-    return ", ".join(name.rpartition(".")[2] for name in _ACTIVATION_CLASSES[operator])
+    return _names(_OPTIONS[operator])
+
+
+def _names(functions: Collection[str]) -> str:
+    return ", ".join(name.rpartition(".")[2] for name, function in _FUNCTIONS.items() if function in functions)

@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 from ..ops.experts.experts_arguments import Gate
 from ..ops.norm.rms_norm import Cast
 
-# Activations of feed-forward layers; a family has one of them.
-ACTIVATIONS = ("swiglu", "geglu", "relu_squared")
+# Activations of feed-forward layers with a gate, and of those without one. A family of the table has one of them.
+GATED = ("swiglu", "geglu")
+UNGATED = ("relu_squared", "gelu", "silu")
+ACTIVATIONS = (*GATED, *UNGATED)
 OPERATORS = ("rms_norm", "layer_norm", "rope", *ACTIVATIONS, "experts", "linear_cross_entropy")
 
 
@@ -40,8 +42,8 @@ class Norm:
 class Mlp:
     """How the family writes its feed-forward layer; whether it is built with that activation is seen on the module.
 
-    operator: "swiglu" and "geglu" for `down_proj(act(gate_proj(x)) * up_proj(x))`, "relu_squared" for
-        `down_proj(act(up_proj(x)))`, with nothing around it.
+    operator: of `GATED` for `down_proj(act(gate_proj(x)) * up_proj(x))`, of `UNGATED` for `down_proj(act(up_proj(x)))`,
+        with nothing around it.
     packed: gate and up are the halves of one layer, named by `gate`, the gate first.
     activation: the attribute that holds the activation; None if the forward calls SiLU by itself.
     gate_multiplier, multiplier: attributes with what the gate and the layer's result are multiplied by, if they are.

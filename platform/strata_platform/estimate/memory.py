@@ -204,7 +204,7 @@ def activations_of_layer(work: Workload) -> float:
     keys = repeated if work.masked else work.attended_keys
     # Context parallelism keeps attention's output twice: per part of the row, and joined for the next product.
     queries = shape.queries * (3 if parallel > 1 else 2)
-    gate = 2 if work.fused_gate or not shape.gated else 3
+    gate = 2 + shape.gated - work.fused_gate
     # Each expert of a token gets its hidden states, and returns others; fused experts keep neither. Expert parallelism
     # gathers those of the group.
     hidden = 4 + (0 if work.fused else 2 * shape.active_experts) + work.parallel.expert_parallel - 1
@@ -227,8 +227,8 @@ def working_set(work: Workload) -> float:
     An nf4 weight also has a dequantized copy while it is multiplied; both weights of experts have theirs at once.
     """
     shape = work.shape
-    # The unfused gate kept its output; the fused one recomputes it. That of adapters does so within its kernel.
-    gate = 3 if work.fused_gate and work.lora is None else 2
+    # The unfused activation kept its output; the fused one recomputes it. That of adapters does so within its kernel.
+    gate = 3 if work.fused_gate and shape.gated and work.lora is None else 2
     dequantized = max(*work.nf4_weights, sum(work.nf4_experts), 0)
     # Expert parallelism also has the output of its experts for all tokens of the group, and the gradient.
     group = 2 * (work.parallel.expert_parallel - 1)

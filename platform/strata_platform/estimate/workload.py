@@ -12,8 +12,8 @@ from strata_platform.spec.model import Lora, Model
 from strata_platform.spec.parallel import Ddp, Fsdp, Single
 from strata_platform.spec.training import Optimizer, Training
 
-# Operators of the kernel layer that fuse the MLP's gate with the projection after it.
-_GATES = frozenset({"swiglu", "geglu", "relu_squared"})
+# Operators of the kernel layer that fuse the MLP's activation with the projection after it.
+_ACTIVATIONS = frozenset({"swiglu", "geglu", "relu_squared", "gelu", "silu"})
 # Ranks above it are multiplied by the vendor's products.
 _LARGEST_RANK = 64
 # bitsandbytes quantizes to nf4 in blocks of this many weights, each with a scale of one byte.
@@ -33,7 +33,7 @@ class Workload:
         weight_bytes: bytes of a weight and of its gradient; also of a moment, unless the optimizer is AdamW 8-bit.
         compute_bytes: bytes of an activation and of a gathered weight.
         fused: whether norms, rotary embeddings and gates are fused operators.
-        fused_gate: whether the gate is fused with the projection after it, so that its output is not kept.
+        fused_gate: whether the activation is fused with the projection after it, so that its output is not kept.
         fused_loss: whether the loss is computed without materializing the logits.
         masked: whether attention computes with a mask of documents, instead of per document.
         quantized: whether linear layers are quantized to nf4.
@@ -89,9 +89,8 @@ class Workload:
             compute_bytes=compute_bytes,
             fused=bool(kernels.enabled),
             fused_gate=bool(kernels.enabled)
-            and shape.gated
-            and _GATES.isdisjoint(kernels.exclude)
-            and (lora is None or (not shape.active_experts and _fuses_adapters(lora, spec.training, compute_bytes))),
+            and _ACTIVATIONS.isdisjoint(kernels.exclude)
+            and (lora is None or _fuses_adapters(shape, lora, spec.training, compute_bytes)),
             fused_loss=spec.fused_loss,
             # In bfloat16, varlen attention computes each document by itself.
             masked=several_documents and spec.model.attention in ("auto", "sdpa") and compute_bytes == 4,
@@ -213,12 +212,11 @@ def _require_divisible_heads(shape: ModelShape, parallel: Single | Ddp | Fsdp) -
             raise SpecError([Problem("parallel.context_parallel_method", reason)], "estimate")
 
 
-def _fuses_adapters(lora: Lora, training: Training, compute_bytes: int) -> bool:
+def _fuses_adapters(shape: ModelShape, lora: Lora, training: Training, compute_bytes: int) -> bool:
     """Whether one operator computes a gated layer with its adapters, so that the gate's output is not kept."""
-    all_linear = not lora.target_modules and not lora.use_dora
-    return (
-        all_linear and lora.r <= _LARGEST_RANK and not lora.lora_dropout and compute_bytes == 2 and not training.compile
-    )
+    dense = shape.gated and not shape.active_experts
+    alike = not lora.target_modules and not lora.use_dora and not lora.lora_dropout and lora.r <= _LARGEST_RANK
+    return dense and alike and compute_bytes == 2 and not training.compile
 
 
 def _shard_of(shape: ModelShape, tensor_parallel: int) -> ModelShape:

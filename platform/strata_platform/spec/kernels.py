@@ -9,7 +9,16 @@ from pydantic import BeforeValidator, Field
 from strata_platform.spec.fields import Count, Flag, FolderOrUrl, Section, number
 
 Operator = Literal[
-    "rms_norm", "layer_norm", "rope", "swiglu", "geglu", "relu_squared", "experts", "linear_cross_entropy"
+    "rms_norm",
+    "layer_norm",
+    "rope",
+    "swiglu",
+    "geglu",
+    "relu_squared",
+    "gelu",
+    "silu",
+    "experts",
+    "linear_cross_entropy",
 ]
 
 

@@ -242,6 +242,10 @@ OPERATORS = {
     "relu_squared": Operator(
         strata_kernels.relu_squared, lambda x: functional.relu(x).square(), {"x": X}, (X,), {}
     ),
+    "gelu": Operator(
+        lambda x: strata_kernels.gelu(x, "sigmoid"), lambda x: x * torch.sigmoid(1.702 * x), {"x": X}, (X,), {}
+    ),
+    "silu": Operator(strata_kernels.silu, functional.silu, {"x": X}, (X,), {}),
     "experts": Operator(
         lambda x, gate_up, down, router, index: strata_kernels.experts(x, gate_up, down, index, router),
         torch_experts, {"x": (3, 8), "gate_up": (2, 8, 8), "down": (2, 8, 4), "router": (3, 2)}, ((3, 8),),

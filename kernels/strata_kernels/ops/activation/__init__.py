@@ -1,6 +1,6 @@
-"""Activations of feed-forward layers: swiglu, geglu and relu_squared, which share their kernels.
+"""Activations of feed-forward layers, gated or not, which share their kernels.
 
-- `swiglu`, `geglu`, `relu_squared`: the public functions.
+- `swiglu`, `geglu`, `gelu`, `silu`, `relu_squared`: the public functions.
 - `activation_operators`: the launch table, the host functions that launch, and the operators.
 - `activation_linear`: an activation and the projection after it, as one node of the autograd graph.
 - `tiled_mlp`: a whole gated layer that takes some rows at a time.

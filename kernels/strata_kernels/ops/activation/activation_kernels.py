@@ -7,6 +7,7 @@
     gelu        f = g · Φ(g)        f' = Φ(g) + g · exp(-g²/2) / sqrt(2π)        Φ(x) = (1 + erf(x / sqrt(2))) / 2
     gelu_tanh   f = g · S(2z)       f' = S(2z) · (1 + 2 · g · (1 - S(2z)) · dz/dg)
                                     z  = sqrt(2/π) · (g + 0.044715 · g³)         S(2z) = (1 + tanh(z)) / 2
+    quick_gelu  f = g · S(a · g)    f' = S(a · g) · (1 + a · g · (1 - S(a · g))),  a = 1.702
     relu2       f = max(g, 0)²      f' = 2 · max(g, 0)
 
 Axes: R rows of D features. A program takes BLOCK elements that follow one another, cut into vectors of neighbors in one
@@ -91,6 +92,12 @@ def activate(b_x, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr):
         b_s, b_rest = _sigmoid(b_h * (1.5957691216057308 + 0.0713548162726009 * b_h2), PRECISE)
         b_f = b_x * b_s
         b_df = b_s * (1.0 + b_x * b_rest * (1.5957691216057308 + 0.2140644488178027 * b_h2))
+    elif ACTIVATION == "quick_gelu":
+        # At ±128 the sigmoid is 0 or 1 already, and 1.702 times a large x would be infinite.
+        b_h = 1.702 * tl.minimum(tl.maximum(b_x, -128.0), 128.0)
+        b_s, b_rest = _sigmoid(b_h, PRECISE)
+        b_f = b_x * b_s
+        b_df = b_s * (1.0 + b_h * b_rest)
     else:
         tl.static_assert(ACTIVATION == "relu2")
         b_relu = tl.where(b_x < 0, 0.0, b_x)

@@ -361,6 +361,12 @@ def _is_pushed_forward() -> bool:
     return any(level.key() == torch._C._functorch.TransformType.Jvp for level in levels)
 
 
+def check_ungated(x: Tensor) -> None:
+    """Raise ValueError unless x has features."""
+    if not has_dtype(x) or x.dim() == 0:
+        raise ValueError(f"x must be {DTYPES} of shape [..., D], got {describe(x)}")
+
+
 def check_gated(gate: Tensor, up: Tensor) -> None:
     """Raise ValueError unless gate and up fit together."""
     if gate.shape != up.shape or gate.dtype != up.dtype or not has_dtype(gate) or gate.dim() == 0:

@@ -17,6 +17,11 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor]
         lambda x: functional.gelu(x, approximate="tanh"),
         lambda dy, x: torch.ops.aten.gelu_backward(dy, x, approximate="tanh"),
     ),
+    # Its derivative is that of silu at 1.702 · x, of which it is 1 / 1.702.
+    "quick_gelu": (
+        lambda x: x * torch.sigmoid(1.702 * x),
+        lambda dy, x: torch.ops.aten.silu_backward(dy, 1.702 * x),
+    ),
     "relu2": (lambda x: torch.relu(x).square(), lambda dy, x: dy * (2 * torch.relu(x))),
 }
 

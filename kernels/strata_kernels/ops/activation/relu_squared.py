@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .._launch import DTYPES, describe, has_dtype
 from .activation_linear import activation_linear
-from .activation_operators import UNGATED, define
+from .activation_operators import UNGATED, check_ungated, define
 
 _RELU_SQUARED = define("relu_squared", "relu2", UNGATED)
 
@@ -35,8 +34,7 @@ def relu_squared(x: Tensor, *, weight: Tensor | None = None, bias: Tensor | None
         >>> relu_squared(torch.tensor([-1.0, 0.0, 3.0]))
         tensor([0., 0., 9.])
     """
-    if not has_dtype(x) or x.dim() == 0:
-        raise ValueError(f"x must be {DTYPES} of shape [..., D], got {describe(x)}")
+    check_ungated(x)
     if weight is None and bias is None:
         return _RELU_SQUARED.forward(x)
     return activation_linear(_RELU_SQUARED, x, weight=weight, bias=bias)

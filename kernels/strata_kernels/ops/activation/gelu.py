@@ -1,0 +1,59 @@
+"""The GELU of feed-forward layers without a gate, as those of vision towers, GPT-NeoX, Phi and StarCoder 2.
+
+The formulas and the kernels are in `activation_kernels.py`, how they are launched in `activation_operators.py`.
+
+Source: Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016 (arXiv:1606.08415).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from .activation_linear import activation_linear
+from .activation_operators import UNGATED, check_ungated, define
+
+Approximation = Literal["none", "tanh", "sigmoid"]
+
+_GELU = {
+    "none": define("gelu", "gelu", UNGATED),
+    "tanh": define("gelu_tanh", "gelu_tanh", UNGATED),
+    "sigmoid": define("quick_gelu", "quick_gelu", UNGATED),
+}
+
+
+def gelu(
+    x: Tensor, approximate: Approximation = "none", *, weight: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """`torch.nn.functional.gelu(x, approximate=approximate)`; on a GPU computed in fp32 and rounded once.
+
+    Alone it moves as many bytes as PyTorch's own. With a weight, its backward kernel writes the result once more, one
+    of six itemsizes per element, and the result is not kept in between. `approximate="sigmoid"` has no function in
+    PyTorch: the products and the sigmoid that stand for it there move 21 itemsizes.
+
+    Args:
+        x: [..., D], bf16 | fp16 | fp32 | fp64, of any strides.
+        approximate: "none" for the error function; "tanh" for its approximation (`gelu_pytorch_tanh`, `gelu_new` and
+            `gelu_fast` in transformers' configs); "sigmoid" for `x * torch.sigmoid(1.702 * x)` (`quick_gelu`).
+        weight: [H, D], of a projection that follows, or None: the result is then
+            `torch.nn.functional.linear(result, weight, bias)`, and what lies between is not kept for the backward pass.
+        bias: [H], of that projection.
+
+    Returns:
+        [..., D], contiguous, in the dtype of x; [..., H] with a weight.
+
+    Raises:
+        ValueError: x has no axis or another dtype; the approximation is unknown; weight or bias do not fit.
+
+    Example:
+        >>> gelu(torch.tensor([-1.0, 0.0, 3.0]))
+        tensor([-0.1587,  0.0000,  2.9960])
+    """
+    check_ungated(x)
+    if approximate not in _GELU:
+        raise ValueError(f"approximate must be one of {', '.join(get_args(Approximation))}, got {approximate!r}")
+    activation = _GELU[approximate]
+    if weight is None and bias is None:
+        return activation.forward(x)
+    return activation_linear(activation, x, weight=weight, bias=bias)
