@@ -126,7 +126,6 @@ def adapted_gate_bwd_kernel(
         _note_largest(p_dg_amax, largest_g, PARTS)
         _note_largest(p_du_amax, largest_u, PARTS)
     o_sums = (i_s * 3 * R + tl.arange(0, R)).to(tl.int64)[None, :] * n_cols + o_n[:, None]
-    m_sums = m_n[:, None] & (tl.arange(0, R) < R)[None, :]
-    tl.store(p_sums + o_sums, scale_g * s_bg, mask=m_sums)
-    tl.store(p_sums + o_sums + R * n_cols, scale_u * s_bu, mask=m_sums)
-    tl.store(p_sums + o_sums + 2 * R * n_cols, s_a, mask=m_sums)
+    tl.store(p_sums + o_sums, scale_g * s_bg, mask=m_n[:, None])
+    tl.store(p_sums + o_sums + R * n_cols, scale_u * s_bu, mask=m_n[:, None])
+    tl.store(p_sums + o_sums + 2 * R * n_cols, s_a, mask=m_n[:, None])
