@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.every_layer_in_float8 import measure_no_layer
 from benchmarks.training import SHAPES, Run, train_and_compare, write_documents
 from strata_platform.runs import MetricPoint
-from tasks.runtime.models import float8
 from tasks.runtime.run_folder.metrics_file import read_points
 
 ROWS, LENGTH, LEARNING_RATE = 2, 2048, 3e-4
@@ -68,8 +68,7 @@ def metrics_of(run: Curve, out: Path) -> Path:
 
 def train(run: Curve, out: Path) -> None:
     """Train in this process."""
-    # Layers are chosen by measured time otherwise, and processes beside each other would choose by chance.
-    float8._slow_layers = lambda *_: []  # type: ignore[assignment]
+    measure_no_layer()
     train_and_compare(run, out)
 
 

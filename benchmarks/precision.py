@@ -36,11 +36,6 @@ from tasks.runtime.run_folder.metrics_file import read_points
 REFERENCE = "fp32 weights, plain PyTorch"
 PRECISIONS = ("fp32_master", "stochastic_rounding", "nearest")
 FLOAT8 = ("tensorwise", "rowwise")
-# Layers of a small model are exact otherwise: FP8 does not pay there.
-ALL_IN_FP8 = (
-    "import runpy, sys; from tasks.runtime.models import float8; float8._slow_layers = lambda *_: []; "
-    "sys.argv[0] = 'tasks.runtime'; runpy.run_module('tasks.runtime', run_name='__main__')"
-)
 # Characters of a document: whole rows of 1,024 tokens but for its last.
 DOCUMENT = 100_000
 # Rows of a step, all in one forward pass, and rows that are held out.
@@ -154,8 +149,8 @@ def main() -> None:
     for name, spec in specs.items():
         file = arguments.out / f"{name}.json"
         file.write_text(spec.model_dump_json())
-        program = ["-c", ALL_IN_FP8] if name in FLOAT8 else ["-m", "tasks.runtime"]
-        runs[name] = subprocess.Popen([sys.executable, *program, str(file)])
+        program = "benchmarks.every_layer_in_float8" if name in FLOAT8 else "tasks.runtime"
+        runs[name] = subprocess.Popen([sys.executable, "-m", program, str(file)])
     curves = {REFERENCE: train_reference(first, data, arguments.out / "reference")}
     folders = {REFERENCE: arguments.out / "reference"}
     for name, process in runs.items():

@@ -105,8 +105,8 @@ def test_matches_fp64(kind, options, shape, dtype, path, device, compare_trained
     ours, losses = KINDS[kind]
     options = dict(options)
     temperature = options.get("temperature", 1.0)
-    if kind == "tvd":
-        # Its gradient jumps where both probabilities are equal: a last place decides.
+    if kind == "tvd" and shape in FULL:
+        # Its gradient jumps where both probabilities are equal: a last place decides, in one of millions of pairs.
         apart = log_probs(logits.double(), temperature) - log_probs(teacher.double(), temperature)
         teacher = torch.where(apart.abs() < 1e-5, teacher + 0.125, teacher)
 

@@ -87,7 +87,7 @@ def test_results_and_gradients_are_those_of_the_steps(sizes, dtype, bias, compar
 @pytest.mark.parametrize(("bias", "programs"), [(False, 1), (True, 8)], ids=["no bias, one sum", "bias, many sums"])
 def test_a_gated_layer_is_its_steps(bias, programs, dtype, function, within_bar, device, poisoned, monkeypatch) -> None:
     """fp16, of which the kernels are the same as of bf16, because the interpreter multiplies that wrongly."""
-    # Of 34 rows: one program walks down two tiles, or two have one each.
+    # Of 34 rows: one program walks down three tiles, or three have one each.
     monkeypatch.setattr(gated_layer, "_PROGRAMS", programs)
     sizes = [(272, 32, 4), (272, 32, 20), (24, 272, 1)]
     tensors = [torch.randn(2, 17, 32)]

@@ -13,8 +13,10 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import strata_platform
+from strata_kernels.ops.lora.low_rank import LARGEST
+from strata_kernels.patch.table import ACTIVATIONS
 from strata_platform.errors import SpecError
-from strata_platform.estimate import GPUS, cheapest, estimate, layouts, parse_prices, shape_of
+from strata_platform.estimate import GPUS, cheapest, estimate, layouts, parse_prices, shape_of, workload
 from strata_platform.estimate.config_shapes import from_config
 from strata_platform.estimate.memory import activations_of_layer, kept_by_layer, moment_bytes, working_set
 from strata_platform.estimate.shapes import KNOWN, ModelShape
@@ -64,6 +66,11 @@ def test_what_the_gate_lets_through_is_kept_where_it_is_not_fused():
         lora = {**training, "adapter": {"type": "lora", **adapter}}
         apart = take(**lora, kernels={"exclude": ["swiglu"]}).memory.activations
         assert apart - take(**lora).memory.activations == (0 if adapter else between)
+
+
+def test_the_estimate_knows_what_the_kernel_layer_fuses():
+    """The platform cannot import it."""
+    assert frozenset(ACTIVATIONS) == workload._ACTIVATIONS and workload._LARGEST_RANK == LARGEST
 
 
 def test_the_estimate_of_adapters_is_near_what_was_measured():

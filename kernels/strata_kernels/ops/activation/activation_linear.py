@@ -34,11 +34,13 @@ def activation_linear(activation: Activation, *inputs: Any, weight: Tensor | Non
     """`functional.linear(activation.forward(*inputs), weight, bias)`, without keeping what lies between.
 
     inputs: those of the activation's form, for a result of shape [..., D].
-    weight: [H, D]. The result is [..., H].
+    weight: [H, D]. The result is [..., H]. None, without a bias either: the activation alone, [..., D].
     bias: [H], or None.
 
     Raises ValueError if weight and bias do not fit.
     """
+    if weight is None and bias is None:
+        return activation.forward(*inputs)
     form = activation.form
     gate, _ = form.split(*inputs)
     weight = _checked(weight, bias, gate.shape[-1])

@@ -17,7 +17,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor]
         lambda x: functional.gelu(x, approximate="tanh"),
         lambda dy, x: torch.ops.aten.gelu_backward(dy, x, approximate="tanh"),
     ),
-    # Its derivative is that of silu at 1.702 · x, of which it is 1 / 1.702.
+    # silu(1.702 · x) / 1.702, so that its derivative is silu's at 1.702 · x.
     "quick_gelu": (
         lambda x: x * torch.sigmoid(1.702 * x),
         lambda dy, x: torch.ops.aten.silu_backward(dy, 1.702 * x),

@@ -60,8 +60,6 @@ def geglu(
     """
     check_gated(gate, up)
     activation = _selected(_GEGLU, approximate)
-    if weight is None and bias is None:
-        return activation.forward(gate, up, gate_multiplier, multiplier)
     return activation_linear(activation, gate, up, gate_multiplier, multiplier, weight=weight, bias=bias)
 
 
@@ -95,8 +93,6 @@ def geglu_packed(
     """
     check_packed(x)
     activation = _selected(_GEGLU_PACKED, approximate)
-    if weight is None and bias is None:
-        return activation.forward(x, gate_first, gate_multiplier, multiplier)
     return activation_linear(activation, x, gate_first, gate_multiplier, multiplier, weight=weight, bias=bias)
 
 

@@ -53,7 +53,4 @@ def gelu(
     check_ungated(x)
     if approximate not in _GELU:
         raise ValueError(f"approximate must be one of {', '.join(get_args(Approximation))}, got {approximate!r}")
-    activation = _GELU[approximate]
-    if weight is None and bias is None:
-        return activation.forward(x)
-    return activation_linear(activation, x, weight=weight, bias=bias)
+    return activation_linear(_GELU[approximate], x, weight=weight, bias=bias)

@@ -49,8 +49,6 @@ def swiglu(
         tensor([0.0000, 1.4621])
     """
     check_gated(gate, up)
-    if weight is None and bias is None:
-        return _SWIGLU.forward(gate, up, gate_multiplier, multiplier)
     return activation_linear(_SWIGLU, gate, up, gate_multiplier, multiplier, weight=weight, bias=bias)
 
 
@@ -82,6 +80,4 @@ def swiglu_packed(
         tensor([0.0000, 1.4621])
     """
     check_packed(x)
-    if weight is None and bias is None:
-        return _SWIGLU_PACKED.forward(x, gate_first, gate_multiplier, multiplier)
     return activation_linear(_SWIGLU_PACKED, x, gate_first, gate_multiplier, multiplier, weight=weight, bias=bias)
