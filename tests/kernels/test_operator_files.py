@@ -23,8 +23,10 @@ from tests.kernels.helpers.operators import OPERATORS, Operator
 
 OPS = Path(ops.__file__).parent
 MACHINERY = {"_operator.py", "_launch.py", "_launch_cache.py"}
-# Where two files are not enough: with a projection `activation_linear.py` is between; fused losses walk over parts of
-# the logits in the engine that they share, and launch the kernels of cross_entropy.
+# Where two files are not enough: between an activation and its kernels, `activation_linear.py` decides whether a
+# projection follows; fused losses walk over parts of the logits in the engine that they share, and launch the kernels
+# of cross_entropy.
+ACTIVATIONS = ("swiglu", "swiglu_packed", "geglu", "geglu_packed", "relu_squared", "gelu", "silu")
 ENGINE = f"{ops.__name__}.head"
 FUSED = {
     "linear_cross_entropy": 5,
@@ -47,7 +49,7 @@ KERNELS_OF: dict[str, tuple[str, ...]] = {
     "linear_distillation": ("cross_entropy", "jsd"),
 }
 OPERATORS_OF = dict.fromkeys(("linear_preference", "linear_kto", "linear_grpo"), "linear_logprobs")
-FILES = {"swiglu and projection": 3, **FUSED}
+FILES = {**dict.fromkeys(ACTIVATIONS, 3), **FUSED}
 
 
 def differentiate(operator: Operator) -> None:
@@ -123,7 +125,7 @@ def test_an_operator_launches_its_own_kernels_from_two_files(name) -> None:
     shared = f"{ops.__name__}.cross_entropy.reduction"
     kernels = {call.kernel.fn.__module__ for call in launches} - {shared}
     assert launches and all(any(is_within(module, place) for place in own) for module in kernels)
-    most = FILES.get(name, FILES.get(function, 2))
+    most = FILES.get(function, 2)
     assert max(map(len, launches.files)) <= most, launches.files
     modules = {f"{ops.__name__}.{file}".replace("/", ".") for files in launches.files for file in files}
     homes = [*own, shared, home(function), home(OPERATORS_OF.get(function, function)), *[ENGINE] * (function in FUSED)]
