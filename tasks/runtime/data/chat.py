@@ -186,6 +186,20 @@ class ChatTemplate:
         self._check.require_all(messages, text, where, tools)
         return Rendered(text, [])
 
+    def reads(self, messages: Messages, keys: Sequence[tuple[str, str]], where: str, tools: Tools | None) -> list[bool]:
+        """Whether the template writes anything else without a key of the messages of a role, for each (key, role).
+
+        Raises RowError: the template rejects these messages.
+        """
+        self._in_parts = self._needs_parts(messages)
+        chats = [messages]
+        for key, role in keys:
+            without = [{name: item for name, item in message.items() if name != key} for message in messages]
+            pairs = zip(messages, without, strict=True)
+            chats.append([other if message["role"] == role else message for message, other in pairs])
+        (whole, _), *others = self._apply([(chat, False) for chat in chats], where, tools)
+        return [text != whole for text, _ in others]
+
     def _needs_parts(self, messages: Messages) -> bool:
         """Whether contents are rendered as lists of parts: those of a chat with images or audio, or of a template for
         these.

@@ -289,19 +289,24 @@ def _are_rendered(columns: tuple[str, ...], first: Sequence[Row], special: Speci
     return len(texts) > 1 and all(any(isinstance(t, str) and special.in_text(t) for t in row) for row in texts)
 
 
-def _renderer(
-    tokenizer: PreTrainedTokenizerBase, data: Data, special: SpecialTokens, media: RowMedia, *, prompts: bool = False
-) -> Render:
-    """What renders chats; with `prompts`, to the text that an answer follows."""
-    plain, with_tools = (
+def chat_templates(tokenizer: PreTrainedTokenizerBase, data: Data, *, multimodal: bool) -> list[ChatTemplate]:
+    """The template of chats without tools, and of those with tools."""
+    return [
         ChatTemplate(
             resolve_template(data.chat_template, tokenizer, tools=tools),
             tokenizer,
             data.chat_template,
-            multimodal=media.multimodal,
+            multimodal=multimodal,
         )
         for tools in (False, True)
-    )
+    ]
+
+
+def _renderer(
+    tokenizer: PreTrainedTokenizerBase, data: Data, special: SpecialTokens, media: RowMedia, *, prompts: bool = False
+) -> Render:
+    """What renders chats; with `prompts`, to the text that an answer follows."""
+    templates = chat_templates(tokenizer, data, multimodal=media.multimodal)
 
     def render(messages: Messages, row: Row) -> list[Drawn]:
         tools = None if COLUMN in data.ignore_columns else tools_of(row)
@@ -309,7 +314,7 @@ def _renderer(
             # Before a template for texts alone would be blamed.
             media.processor(found, row)
         texts, tools, hidden = special.hide_in_chat(without_media(messages), tools, row.where)
-        template = with_tools if tools else plain
+        template = templates[bool(tools)]
         if prompts:
             rendered = [template.render_prompt(texts, row.where, tools)]
         else:
@@ -317,6 +322,11 @@ def _renderer(
         return media.draw([_segments(document, hidden, special) for document in rendered], found, row)
 
     return render
+
+
+def chats_in(name: str, columns: tuple[str, ...], row: Row, data: Data) -> list[Messages]:
+    """The chats of a row in a format of `CHATS`, or in a class of the user's. Raises RowError: they cannot be read."""
+    return [own_messages(row, data)] if is_own(name) else chats_of(name, columns, row, data)
 
 
 def chats_of(name: str, columns: tuple[str, ...], row: Row, data: Data) -> list[Messages]:
@@ -368,7 +378,7 @@ def raw_text(name: str, columns: tuple[str, ...], row: Row, data: Data) -> str:
     if is_own(name) and not is_own_chat(data):
         return "".join(segment.text for segment in own_segments(row, data))
     if name in CHATS or is_own(name):
-        chats = [own_messages(row, data)] if is_own(name) else chats_of(name, columns, row, data)
+        chats = chats_in(name, columns, row, data)
         return "\n".join("".join(between_stand_ins(message.get("content", ""))) for chat in chats for message in chat)
     return "".join(row.text(column) for column in columns)
 

@@ -21,6 +21,7 @@ from tasks.runtime.data.columns import PROMPTS, Unread, columns_of, keys_in, opt
 from tasks.runtime.data.encode_rows import Report, raise_unless_skipping
 from tasks.runtime.data.formats import Format, choose_format, make_format, raw_text
 from tasks.runtime.data.media_processor import processor_of
+from tasks.runtime.data.message_keys import unread_keys
 from tasks.runtime.data.own_format import is_own, own_digest
 from tasks.runtime.data.parts import PART_BYTES, Part, Piece, divide
 from tasks.runtime.data.prepare_part import numbered_rows
@@ -145,6 +146,8 @@ def make_plan(
     row_format = make_format(name, columns, tokenizer, recipe.data, first, score, processor, teacher)
     if recipe.data.chat_template and row_format.templates is None:
         warnings.warn(f"data.chat_template has no effect on {source.name}, whose format is {name}", stacklevel=4)
+    if left := unread_keys(row_format, columns, tokenizer, recipe.data, first):
+        report(f"keys of messages that the chat template does not read: {', '.join(left)}")
     if row_format.templates is not None:
         tokenizer.chat_template = row_format.templates
     plan = Plan(

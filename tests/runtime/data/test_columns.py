@@ -187,6 +187,31 @@ def test_columns_that_are_not_read_are_named(prepared: Prepare, lines: list[str]
     assert not [line for line in lines if line.startswith("columns not used")]
 
 
+def test_keys_of_messages_that_the_template_does_not_read_are_named(
+    prepared: Prepare, lines: list[str], tmp_path: Path
+) -> None:
+    template = tmp_path / "named.jinja"
+    template.write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.role == 'tool' %} {{ m.name }}{% endif %}: "
+        "{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
+    )
+    chat = [
+        {"role": "user", "content": "Hello?", "name": "Ann", "id": 1},
+        {"role": "tool", "content": "12:00", "name": "clock"},
+        {"role": "assistant", "content": "Hi.", "id": 2},
+    ]
+    # A row that is not usable says nothing.
+    prepared([{"messages": chat}, {"messages": [{"role": "user"}]}], invalid="skip", chat_template=str(template))
+    told = "keys of messages that the chat template does not read: "
+    assert [line for line in lines if line.startswith(told)] == [
+        f"{told}'name' of 'user', 'id' of 'user', 'id' of 'assistant'"
+    ]
+    lines.clear()
+    prepared([{"messages": chat}], chat_template=str(template), ignore_columns=["id", "name"])
+    prepared([{"messages": TALK}])
+    assert not [line for line in lines if line.startswith(told)]
+
+
 def _flagged(**flags: Any) -> list[dict[str, Any]]:
     return [*TALK, {"role": "user", "content": "Bye."}, {"role": "assistant", "content": "Bye!", **flags}]
 
