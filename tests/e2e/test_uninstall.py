@@ -106,7 +106,8 @@ def test_runs_go_on_after_the_stack_was_upgraded_and_removed_and_installed_again
     shell("STRATA_E2E_INSTALL")
     assert kinds() == before
     for run, restarts in ((pair, 1), (alone, 1), (waits, 0), (gated, 0)):
-        until(f"{run.id} has ended", run.phase)
+        # On two cores the three long ones take turns.
+        until(f"{run.id} has ended", run.phase, 2 * PATIENCE)
         # A flyteadmin that keeps all in its memory knows the runs no longer; propeller and the runs' folders do.
         assert {node["phase"] for node in cluster.kept(run.id)["status"]["nodeStatus"].values()} == {SUCCEEDED}
         record = CompletionRecord.model_validate_json(run.file("record.json"))

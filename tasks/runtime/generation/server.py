@@ -20,10 +20,11 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Lock, Thread, Timer
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -51,8 +52,9 @@ MakeEngine = Callable[[ServedModel, Path], ServedEngine]
 # Of a request: a tokenizer's files, or the prompts of a step.
 _MAX_BODY = 1 << 28
 _SKIPPED = 1 << 16
-# For a client that stops in the middle of a request.
+# For a client that stops in the middle of a request; and for one, in all, that has not stated the secret.
 _SOCKET_SECONDS = 600.0
+_UNKNOWN_SECONDS = 10.0
 
 
 class Refused(Exception):
@@ -251,6 +253,22 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = _SOCKET_SECONDS
 
+    def setup(self) -> None:
+        """Begin with a client that is not known, whose connection ends by itself, however slowly it sends."""
+        super().setup()
+        self._unknown = Timer(_UNKNOWN_SECONDS, self._hang_up)
+        self._unknown.daemon = True
+        self._unknown.start()
+
+    def finish(self) -> None:
+        """End the connection."""
+        self._unknown.cancel()
+        super().finish()
+
+    def _hang_up(self) -> None:
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
     def do_GET(self) -> None:
         """Answer a probe."""
         if self.path != "/health":
@@ -266,6 +284,7 @@ class _Handler(BaseHTTPRequestHandler):
             if not hmac.compare_digest(given, f"Bearer {self.server.token}".encode()):
                 self._skip_body()
                 raise Refused(HTTPStatus.UNAUTHORIZED, "token", "the server has another secret")
+            self._unknown.cancel()
             if self.path not in known:
                 self._skip_body()
                 raise Refused(HTTPStatus.NOT_FOUND, "unknown", f"there is no {self.path}")

@@ -22,6 +22,7 @@ from strata_platform.outcomes import BAD_INPUT, PREEMPTED
 from strata_platform.spec.model import Lora
 from tasks.runtime.evaluation.evaluate_model import evaluate
 from tasks.runtime.generation import Sampling, require_engine, served_engines
+from tasks.runtime.generation import server as server_module
 from tasks.runtime.generation.checkpoint_weights import checkpoint_weights
 from tasks.runtime.generation.remote_engine import RemoteGenerator
 from tasks.runtime.generation.served_engines import (
@@ -563,6 +564,33 @@ def test_a_request_without_the_secret_is_refused(monkeypatch, tmp_path):
         require_engine(
             spec_of(tmp_path, "a", {"generation": {"server": "pod.svc:8471", "max_new_tokens": 12}}).objective
         )
+
+
+@pytest.mark.parametrize("path", ["/generate", "/health"])
+def test_whoever_has_no_secret_does_not_hold_a_connection(path, monkeypatch):
+    monkeypatch.setattr(server_module, "_UNKNOWN_SECONDS", 0.2)
+    method = "GET" if path == "/health" else "POST"
+    with serving(token="right") as server:
+        for sent in (b"", b"Authorization: Bearer wrong\r\nContent-Length: 9\r\n\r\n12", b"Authorization: Bearer "):
+            with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as held:
+                held.sendall(f"{method} {path} HTTP/1.1\r\n".encode() + sent)
+                while held.recv(1 << 16):
+                    pass
+
+
+def test_whoever_has_the_secret_may_take_its_time(monkeypatch):
+    monkeypatch.setattr(server_module, "_UNKNOWN_SECONDS", 0.2)
+    monkeypatch.setenv(TOKEN, "right")
+
+    def make(model, folder):
+        # By then the connection has been closed, or never is.
+        for thread in threading.enumerate():
+            if isinstance(thread, threading.Timer):
+                thread.join()
+        return ServedEmbedded(model, folder)
+
+    with serving(make, token="right") as server:
+        client(build(), server, patience=0.0)
 
 
 MODEL = {
