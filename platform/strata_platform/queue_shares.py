@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from strata_platform.quantity import parse_quantity
 
@@ -22,6 +22,8 @@ _DEFAULT = "default"
 # The end of the names of GPUs' resources, where it is Flyte's configuration that names it.
 _GPU = "/gpu"
 _UNITS = {"cpu": "CPUs", _GPU: "GPUs"}
+# What Kueue counts without a container that asks for it.
+_PODS = "pods"
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,16 @@ class Shares:
     """The cluster queue of each queue."""
     cluster_queues: Mapping[str, Mapping[str, Any]]
     """Cohort and quotas by name, as in the chart's values; without those that the chart did not make."""
+    templates: Mapping[str, Mapping[str, Any]]
+    """What the variants of the pod template add to a pod's resources; empty if the chart is too old to publish it."""
 
     @classmethod
     def parse(cls, text: str) -> Shares:
         """What the chart published."""
         values = json.loads(text)
         behind = {item["name"]: item for item in values["clusterQueues"]}
-        return cls(values["required"], values.get("unqueuedLimits", {}), values["queues"], behind)
+        added = values.get("podTemplates", {})
+        return cls(values["required"], values.get("unqueuedLimits", {}), values["queues"], behind, added)
 
     def problem(self, resources: Resources, topology: Topology, *, is_job: bool) -> str | None:
         """Why no queue will ever admit a run, and the way out; None if one may.
@@ -58,7 +63,7 @@ class Shares:
                 return f"resources.queue: unset, and runs have to name one of the queues: {known}"
             return None
         name = asked or _DEFAULT
-        need = dict(_needs(resources, topology))
+        need = list(_needs(resources, topology, self.templates.get(resources.pod_template or "", {})))
         why = self._refusal(self.queues[name], need)
         if why is None:
             return None
@@ -74,10 +79,10 @@ class Shares:
         most = ((own[name], limit) for name, limit in self.unqueued.items() if name in own)
         return bool(asked.gpu) or any(parse_quantity(value) > parse_quantity(limit) for value, limit in most)
 
-    def _fits(self, cluster_queue: str, need: Mapping[str, Decimal]) -> bool:
+    def _fits(self, cluster_queue: str, need: Sequence[_Need]) -> bool:
         return cluster_queue in self.cluster_queues and self._refusal(cluster_queue, need) is None
 
-    def _refusal(self, cluster_queue: str, need: Mapping[str, Decimal]) -> str | None:
+    def _refusal(self, cluster_queue: str, need: Sequence[_Need]) -> str | None:
         """What is too much for every flavor; None for a cluster queue that the chart does not know."""
         behind = self.cluster_queues.get(cluster_queue)
         if behind is None:
@@ -121,22 +126,35 @@ def _lendable(quota: Mapping[str, Any]) -> Decimal:
     return nominal if limit == "" else min(nominal, parse_quantity(limit))
 
 
-def _needs(asked: Resources, topology: Topology) -> Iterator[tuple[str, Decimal]]:
-    """What all pods of the training job request together; devices under the end of their name."""
+class _Need(NamedTuple):
+    """What all pods of the training job request together of one resource."""
+
+    resource: str
+    amount: Decimal
+    without_quota: bool
+    """Whether it may be admitted by a queue that has no quota of it."""
+
+
+def _needs(asked: Resources, topology: Topology, template: Mapping[str, Any]) -> Iterator[_Need]:
+    """GPUs of Flyte's configuration are under the end of their name."""
     pods = topology.nnodes
-    yield "cpu", pods * parse_quantity(asked.cpu)
-    yield "memory", pods * parse_quantity(asked.memory)
-    if asked.gpu:
-        yield asked.gpu_resource or _GPU, Decimal(pods * asked.gpu)
+    # Kueue counts pods where there is a quota of them, and may be configured to ignore what has none.
+    yield _Need(_PODS, Decimal(pods), without_quota=True)
+    own = {"cpu": asked.cpu, "memory": asked.memory}
+    gpu = (asked.gpu_resource or _GPU) if asked.gpu else ""
+    for name, value in {**template, **own}.items():
+        if not gpu or not name.endswith(gpu):
+            yield _Need(name, pods * parse_quantity(value), without_quota=True)
+    if gpu:
+        yield _Need(gpu, Decimal(pods * asked.gpu), without_quota=False)
 
 
-def _too_much(need: Mapping[str, Decimal], most: Mapping[str, Decimal]) -> Iterator[str]:
-    """What exceeds a flavor's largest admission, in words. A resource without a quota is not admitted either."""
-    for name, wanted in need.items():
+def _too_much(need: Sequence[_Need], most: Mapping[str, Decimal]) -> Iterator[str]:
+    """What exceeds a flavor's largest admission, in words."""
+    for name, wanted, without_quota in need:
         named = [resource for resource in most if resource == name or (name == _GPU and resource.endswith(name))]
         room = max((most[resource] for resource in named), default=Decimal(0))
-        # Devices without a quota are never admitted. Kueue may be configured to ignore CPU and memory.
-        if (named or name not in ("cpu", "memory")) and wanted > room:
+        if (named or not without_quota) and wanted > room:
             yield f"all pods together ask for {_shown(name, wanted)} and at most {_shown(name, room)} can be had"
 
 

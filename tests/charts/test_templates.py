@@ -597,6 +597,14 @@ def test_what_the_queues_can_admit_is_published_to_runs_and_members(rendered):
     assert small.required and small.queues == {"default": "everything"}
     elsewhere = shares_in(rendered["objects-elsewhere"])["flytesnacks-development"]
     assert not elsewhere.required and elsewhere.cluster_queues == {}
+    # Devices of the variants, beside the run's own resources.
+    fast = shares_in(rendered["rdma"])["language-production"]
+    run |= {"topology": {"nproc_per_node": 8}, "resources": asked | {"queue": "train", "pod_template": "strata-rdma"}}
+    for nodes, fits in ((128, True), (129, False)):
+        run["topology"]["nnodes"] = nodes
+        spec = RunSpec.model_validate(run)
+        found = fast.problem(spec.resources, spec.topology, is_job=True)
+        assert found is None if fits else "ask for 1032 rdma/ib and at most 1024 rdma/ib can be had" in found
     (role, *_) = [item for item in of_kind(rendered["teams"], "Role") if item["metadata"]["name"] == "strata-member"]
     assert ["strata-prices", "strata-queues"] in [rule.get("resourceNames") for rule in role["rules"]]
     template = of_kind(rendered["single-gpu"], "PodTemplate")[0]["template"]

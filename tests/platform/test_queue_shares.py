@@ -22,16 +22,20 @@ def quota(flavor, **resources):
 GIVEN = {
     "required": True,
     "unqueuedLimits": {"cpu": "16", "memory": "64Gi"},
-    "queues": {"small": "small", "language": "language", "theirs": "made-elsewhere", "slices": "slices"},
+    "queues": {"small": "small", "language": "language", "theirs": "made-elsewhere", "slices": "slices",
+               "pods": "pods"},
     "clusterQueues": [
         {"name": "small", "quotas": [quota("cpu", cpu="1600m", memory="8Gi")]},
         {"name": "slices", "quotas": [quota("mig", cpu=1, memory="64Gi", **{"nvidia.com/mig-3g.40gb": 7})]},
+        {"name": "pods", "quotas": [quota("nodes", cpu=64, memory="64Gi", gpu=16, pods=1, **{"rdma/ib": 8})]},
         {"name": "language", "cohort": "all", "quotas": [
             quota("h200", cpu=64, memory="512Gi", gpu={"nominal": 8, "borrowingLimit": 16}),
             quota("a100", cpu=64, memory="512Gi", gpu=4)]},
         {"name": "speech", "cohort": "all", "quotas": [
             quota("h200", cpu=256, memory="2Ti", gpu={"nominal": 64, "lendingLimit": 12})]},
     ],
+    "podTemplates": {"rdma": {"rdma/ib": 4}, "many": {"rdma/ib": 16, "memory": "1Ti"}, "shared": {"rdma/hca": 1},
+                     "gpus": {"nvidia.com/gpu": 32}},
 }  # fmt: skip
 
 
@@ -49,8 +53,8 @@ def problem(given=GIVEN, nnodes=1, is_job=True, **resources):
     [
         ({"queue": "small"}, None),
         ({"queue": "small", "cpu": "800m", "nnodes": 2}, None),
-        ({"queue": "typo"}, "resources.queue: there is no queue 'typo', only: small, language, theirs, slices"),
-        ({}, "resources.queue: unset, and runs have to name one of the queues: small, language, theirs, slices"),
+        ({"queue": "typo"}, "resources.queue: there is no queue 'typo', only: small, language, theirs, slices, pods"),
+        ({}, "resources.queue: unset, and runs have to name one of the queues: small, language, theirs, slices, pods"),
         ({"queue": "small", "cpu": "801m", "nnodes": 2},
          "all pods together ask for 1.602 CPUs and at most 1.6 CPUs can be had in flavor cpu, so queue 'small' would "
          "never admit the run; queue language can"),
@@ -72,6 +76,19 @@ def problem(given=GIVEN, nnodes=1, is_job=True, **resources):
          "ask for 1 nvidia.com/mig-3g.40gb and at most 0 nvidia.com/mig-3g.40gb can be had"),
         ({"queue": "slices", "gpu": 1, "gpu_resource": "nvidia.com/mig-3g.40gb"}, None),
         ({"queue": "slices", "gpu": 1, "gpu_resource": "amd.com/gpu"}, "at most 0 amd.com/gpu can be had"),
+        # A quota of pods, and of devices that a variant of the pod template asks for.
+        ({"queue": "pods"}, None),
+        ({"queue": "pods", "nnodes": 2},
+         "all pods together ask for 2 pods and at most 1 pods can be had in flavor nodes, so queue 'pods' would "
+         "never admit the run; queue language can"),
+        ({"queue": "pods", "pod_template": "rdma"}, None),
+        ({"queue": "pods", "pod_template": "unknown"}, None),
+        ({"queue": "pods", "pod_template": "many"}, "ask for 16 rdma/ib and at most 8 rdma/ib can be had"),
+        # Kueue may be configured to ignore devices without a quota.
+        ({"queue": "pods", "pod_template": "shared"}, None),
+        # A run's own GPUs replace the template's.
+        ({"queue": "pods", "pod_template": "gpus"}, "ask for 32 nvidia.com/gpu and at most 16 nvidia.com/gpu can"),
+        ({"queue": "pods", "pod_template": "gpus", "gpu": 8}, None),
         # Nothing is known of a cluster queue that the chart did not make.
         ({"queue": "theirs", "gpu": 64}, None),
     ],
@@ -140,7 +157,9 @@ def test_submit_and_estimate_ask_the_cluster(client, admin, kubernetes, tmp_path
     # A cluster with queues that others made.
     client.submit(RunSpec.model_validate({"name": "first", "resources": {"queue": "typo"}}))
     kubernetes.content["configmaps"]["strata-queues"] = (200, {"shares.json": json.dumps(GIVEN)})
-    with pytest.raises(BackendError, match="there is no queue 'typo', only: small, language, theirs, slices") as caught:
+    with pytest.raises(
+        BackendError, match="there is no queue 'typo', only: small, language, theirs, slices, pods"
+    ) as caught:
         client.submit(wrong)
     assert (caught.value.status, caught.value.reason) == (422, "Inadmissible")
     assert [request.name for request in admin.created] == ["first"]
