@@ -1,10 +1,11 @@
 {{/*
-What the schema cannot say: values that are right one by one and wrong together. A line for each problem.
+What the schema cannot say: values that are wrong together, or whose error has to name the way out. A line for each problem.
 */}}
 {{- define "strata.problems" -}}
 {{- include "strata.problems.tenants" . }}
 {{- include "strata.problems.queues" . }}
 {{- include "strata.problems.kueue" . }}
+{{- include "strata.problems.release" . }}
 {{- include "strata.problems.tolerations" (list "kernels.prepull" .Values.kernels.prepull.tolerations) }}
 {{- with .Values.retention }}
 {{- if and (or .checkpoints .runs) (not .folders) }}
@@ -38,7 +39,8 @@ kernels.store.url: empty, but kernels.store.secret is set; set kernels.store.url
 {{- $where := .where }}
 {{- $others := list "default" .root.Release.Namespace .root.Values.queues.kueue.namespace .root.Values.tests.flyte.namespace .root.Values.observability.namespace }}
 {{- with .tenant }}
-{{- if or (hasPrefix "kube-" .namespace) (has .namespace $others) }}
+{{- $components := list "argo-rollouts" "calico-apiserver" "calico-system" "cattle-system" "cert-manager" "cilium-secrets" "cluster-autoscaler" "external-dns" "external-secrets" "flux-system" "gatekeeper-system" "gmp-system" "gpu-operator" "ingress-nginx" "istio-system" "jobset-system" "kueue-system" "kubeflow-system" "local-path-storage" "longhorn-system" "lws-system" "metallb-system" "minio-operator" "network-operator" "node-feature-discovery" "nvidia-gpu-operator" "nvidia-network-operator" "rook-ceph" "spark-operator" "tigera-operator" "training-operator" }}
+{{- if or (hasPrefix "kube-" .namespace) (has .namespace (concat $others $components)) }}
 {{ $where }}: the namespace {{ .namespace }} belongs to the cluster, and tenants' policies and rights would hold for what runs there; choose another project or domain
 {{- end }}
 {{- range $list := list "members" "submitters" }}
@@ -54,7 +56,8 @@ kernels.store.url: empty, but kernels.store.secret is set; set kernels.store.url
 {{ $where }}.labels.{{ $label }}: the chart sets this label itself; set podSecurity, project or domain, or leave it out
 {{- end }}
 {{- end }}
-{{- $set := dict "TRITON_CACHE_DIR" "podTemplate.caches.triton.path" "HF_HOME" "podTemplate.caches.huggingFace.path" "STRATA_BAKED_KERNELS" "kernels.bake.models" "STRATA_QUEUES" "queues.clusterQueues" "STRATA_KERNEL_STORE" "kernels.store.url" "KERNEL_STORE_KEY" "kernels.store.secret" }}
+{{- include "strata.problems.labels" (list (printf "%s.labels" $where) .labels) }}
+{{- $set := dict "TRITON_CACHE_DIR" "podTemplate.caches.triton.path" "HF_HOME" "podTemplate.caches.huggingFace.path" "STRATA_BAKED_KERNELS" "kernels.bake.models" "STRATA_QUEUES" "queues.clusterQueues" "STRATA_KERNEL_STORE" "kernels.store.url" "KERNEL_STORE_KEY" "kernels.store.secret" "STRATA_CHECK" "tests" }}
 {{- $environments := dict "podTemplate.env" .podTemplate.env }}
 {{- range $variant := .podTemplate.variants }}
 {{- with .env }}{{ $_ := set $environments (printf "podTemplate.variants (%s).env" $variant.name) . }}{{ end }}
@@ -100,11 +103,14 @@ kernels.store.url: empty, but kernels.store.secret is set; set kernels.store.url
 {{- $volumes := printf "%s.podTemplate.volumes" $where }}
 {{- with (include "strata.podTemplate" (dict "root" $ "tenant" $tenant) | fromYaml).spec }}
 {{- include "strata.problems.taken" (list $volumes "name" .volumes) }}
-{{- /* Flyte mounts shared memory for a run that asks for some, and refuses the run where something is there. */}}
-{{- $mounts := prepend (first .containers).volumeMounts (dict "mountPath" "/dev/shm") }}
-{{- include "strata.problems.taken" (list $volumes "mountPath" $mounts) }}
+{{- include "strata.problems.taken" (list $volumes "mountPath" (first .containers).volumeMounts) }}
+{{- end }}
+{{- include "strata.problems.mounts" (list $volumes $tenant.podTemplate.volumes) }}
+{{- range $cache, $settings := $tenant.podTemplate.caches }}
+{{- include "strata.problems.mountPath" (list (printf "%s.podTemplate.caches.%s.path" $where $cache) $settings.path) }}
 {{- end }}
 {{- range $variant := $tenant.podTemplate.variants }}
+{{- include "strata.problems.resources" (list (printf "%s.podTemplate.variants (%s).resources" $where $variant.name) $variant.resources) }}
 {{- range $name, $_ := $variant.resources }}
 {{- if and (hasPrefix "hugepages-" $name) (not (or (hasKey $variant.resources "cpu") (hasKey $variant.resources "memory"))) }}
 {{ $where }}.podTemplate.variants ({{ $variant.name }}).resources.{{ $name }}: Kubernetes takes huge pages beside cpu or memory alone; add memory, in place of which a run's own counts
@@ -113,6 +119,9 @@ kernels.store.url: empty, but kernels.store.secret is set; set kernels.store.url
 {{- include "strata.problems.tolerations" (list (printf "%s.podTemplate.variants (%s)" $where $variant.name) $variant.tolerations) }}
 {{- end }}
 {{- include "strata.problems.tolerations" (list (printf "%s.podTemplate" $where) $tenant.podTemplate.tolerations) }}
+{{- range $kind, $resources := $tenant.limits }}
+{{- include "strata.problems.resources" (list (printf "%s.limits.%s" $where $kind) $resources) }}
+{{- end }}
 {{- include "strata.problems.limits" (dict "root" $ "tenant" $tenant "where" (printf "%s.limits" $where)) }}
 {{- range $list := list "dns" "flyte" "objectStore" "others" }}
 {{- range $index, $destination := index $tenant.network $list }}
@@ -121,16 +130,28 @@ kernels.store.url: empty, but kernels.store.secret is set; set kernels.store.url
 {{- else if and $destination.cidr $destination.podLabels }}
 {{ $where }}.network.{{ $list }}[{{ $index }}].podLabels: addresses have no labels; give namespace in place of cidr, or leave podLabels out
 {{- end }}
+{{- with $destination.cidr }}
+{{- include "strata.problems.cidr" (list (printf "%s.network.%s[%d].cidr" $where $list $index) .) }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- end }}
 {{- end }}
 
 {{- define "strata.problems.queues" -}}
+{{- include "strata.problems.resources" (list "queues.unqueuedLimits" .Values.queues.unqueuedLimits) }}
 {{- range $name, $most := .Values.queues.unqueuedLimits }}
 {{- $needed := get ($.Files.Get "tasks.json" | fromJson) $name }}
 {{- if and $needed (lt (include "strata.number" $most | float64) (include "strata.number" $needed | float64)) }}
 queues.unqueuedLimits.{{ $name }}: {{ $most }} is less than {{ $needed }}, which Strata's tasks may use; raise it
+{{- end }}
+{{- end }}
+{{- range .Values.queues.gpuResources }}
+{{- if not (hasSuffix "*" .) }}{{ include "strata.problems.resources" (list "queues.gpuResources" (dict . 0)) }}{{ end }}
+{{- end }}
+{{- range $check := .Values.queues.provisioning }}
+{{- range .managedResources }}
+{{- include "strata.problems.resources" (list (printf "queues.provisioning (%s).managedResources" $check.name) (dict . 0)) }}
 {{- end }}
 {{- end }}
 {{- $submitters := include "strata.submitters" . | fromJsonArray }}
@@ -178,6 +199,8 @@ queues.flavors ({{ .name }}).nodeLabels: a flavor with a topology has to say whi
 {{- if ne $covered (keys .resources | sortAlpha | join ", ") }}
 {{ $where }}.quotas ({{ .flavor }}).resources: all flavors of a queue name the same resources, and the first has {{ $covered }}
 {{- end }}
+{{- /* Kueue counts the pods themselves, too. */}}
+{{- include "strata.problems.resources" (list (printf "%s.quotas (%s).resources" $where .flavor) .resources "pods") }}
 {{- range $name, $quota := .resources }}
 {{- range $limit := list "borrowingLimit" "lendingLimit" }}
 {{- if and (not $queue.cohort) (ne (toString (get $quota $limit)) "") }}
@@ -202,6 +225,116 @@ queues.flavors ({{ .name }}).nodeLabels: a flavor with a topology has to say whi
 {{- if and (eq (.reclaimWithinCohort | default "Any") "Never") (ne (.borrowWithinCohort | default "Never") "Never") }}
 {{ $where }}.preemption.borrowWithinCohort: {{ quote .borrowWithinCohort }} needs preemption.reclaimWithinCohort other than "Never"
 {{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Of what the chart itself runs and creates in the release's namespace. */}}
+{{- define "strata.problems.release" -}}
+{{- $values := .Values }}
+{{- range $where, $resources := dict
+  "kernels.bake" $values.kernels.bake "kernels.prepull" $values.kernels.prepull "nodeHealth" $values.nodeHealth
+  "tests" $values.tests "tests.job" $values.tests.job "tests.allReduce" $values.tests.allReduce
+  "retention" $values.retention "removal" $values.removal }}
+{{- include "strata.problems.resources" (list (printf "%s.resources" $where) $resources.resources) }}
+{{- end }}
+{{- include "strata.problems.resources" (list "tests.allReduce.gpuResource" (dict $values.tests.allReduce.gpuResource 0)) }}
+{{- include "strata.problems.mounts" (list "tests.volumes" $values.tests.volumes) }}
+{{- include "strata.problems.mountPath" (list "kernels.bake.path" $values.kernels.bake.path) }}
+{{- include "strata.problems.labels" (list "observability.labels" $values.observability.labels) }}
+{{- include "strata.problems.labels" (list "observability.dashboards.labels" $values.observability.dashboards.labels) }}
+{{- $caches := dict "TRITON_CACHE_DIR" "triton" "HF_HOME" "huggingFace" }}
+{{- $own := list "STRATA_CHECK" "STRATA_NODE_HEALTH" "STRATA_QUEUE_TIMEOUT" "STRATA_REMOVAL" "STRATA_RETENTION" }}
+{{- range $variable, $_ := $values.tests.env }}
+{{- if hasKey $caches $variable }}
+tests.env.{{ $variable }}: only runs have this cache; set tenantDefaults.podTemplate.caches.{{ get $caches $variable }}.path, or leave it out
+{{- else if has $variable $own }}
+tests.env.{{ $variable }}: the chart sets this variable itself; leave it out
+{{- else if and $values.queues.timeout.secret (has $variable (list "FLYTE_CREDENTIALS_AUTH_MODE" "FLYTE_CREDENTIALS_CLIENT_ID" "FLYTE_CREDENTIALS_CLIENT_SECRET")) }}
+tests.env.{{ $variable }}: the chart sets this variable by queues.timeout.secret; set that, or leave it out
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Of names of resources, which Kubernetes or Kueue would take and never count; takes where they are, a mapping, and more names. */}}
+{{- define "strata.problems.resources" -}}
+{{- $more := slice . 2 }}
+{{- range $name, $_ := index . 1 }}
+{{- if not (or (has $name $more) (regexMatch "^(cpu|memory|ephemeral-storage|hugepages-[0-9]+[KMG]i|[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?)$" $name)) }}
+{{ first $ }}.{{ $name }}: Kubernetes has no such resource; write cpu, memory, ephemeral-storage, {{ range $more }}{{ . }}, {{ end }}hugepages-2Mi and the like, or a device with its domain, such as nvidia.com/gpu
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Of labels that each object of the chart has; takes where they are, and the labels. */}}
+{{- define "strata.problems.labels" -}}
+{{- range $label, $_ := last . }}
+{{- if or (hasPrefix "app.kubernetes.io/" $label) (hasPrefix "helm.sh/" $label) }}
+{{ first $ }}.{{ $label }}: labels of app.kubernetes.io and helm.sh are the chart's own; take one with a domain of yours, such as example.com/team, or without a domain
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Of volumes; takes where they are, and the list. */}}
+{{- define "strata.problems.mounts" -}}
+{{- range last . }}
+{{- include "strata.problems.mountPath" (list (printf "%s (%s).mountPath" (first $) .name) .mountPath) }}
+{{- end }}
+{{- end }}
+
+{{/*
+Of a mount path that hides what a container cannot start without; takes where it is, and the path. Flyte refuses a run with
+shared memory where something is mounted at /dev/shm.
+*/}}
+{{- define "strata.problems.mountPath" -}}
+{{- $path := last . }}
+{{- if regexMatch "^/(dev|proc|sys)(/|$)" $path }}
+{{ first . }}: {{ $path }} cannot be a volume: the container runtime fills /dev, /proc and /sys, and /dev/shm is a run's shared memory; mount it elsewhere, such as at /data
+{{- else if eq $path "/opt/strata" }}
+{{ first . }}: {{ $path }} holds the Python packages of the image, and a volume would hide them; mount it elsewhere, such as at /data
+{{- end }}
+{{- end }}
+
+{{/* Of a range of addresses, such as 10.0.0.0/8 or fd00::/64; takes where it is, and the range. */}}
+{{- define "strata.problems.cidr" -}}
+{{- $cidr := last . }}
+{{- $address := splitList "/" $cidr | first }}
+{{- $length := splitList "/" $cidr | last | int }}
+{{- $bits := 8 }}
+{{- $groups := splitList "." $address }}
+{{- $valid := true }}
+{{- if contains ":" $address }}
+{{- $bits = 16 }}
+{{- $groups = list }}
+{{- $halves := splitList "::" $address }}
+{{- $tail := list }}
+{{- with first $halves }}{{ $groups = splitList ":" . }}{{ end }}
+{{- if gt (len $halves) 1 }}
+{{- with last $halves }}{{ $tail = splitList ":" . }}{{ end }}
+{{- end }}
+{{- $zeros := sub 8 (add (len $groups) (len $tail)) | int }}
+{{- $valid = ternary (eq $zeros 0) (and (eq (len $halves) 2) (ge $zeros 1)) (eq (len $halves) 1) }}
+{{- range concat $groups $tail }}{{ $valid = and $valid (regexMatch "^[0-9a-fA-F]{1,4}$" .) }}{{ end }}
+{{- if $valid }}
+{{- range until $zeros }}{{ $groups = append $groups "0" }}{{ end }}
+{{- $groups = concat $groups $tail }}
+{{- end }}
+{{- end }}
+{{- if not $valid }}
+{{ first . }}: {{ $cidr }} is not a range of addresses; write one such as 10.20.0.0/16 or fd00::/64
+{{- else }}
+{{- $network := list }}
+{{- $same := true }}
+{{- range $i, $group := $groups }}
+{{- $value := ternary (printf "0x%s" $group) $group (eq $bits 16) | int64 }}
+{{- $block := 1 }}
+{{- range until (sub $bits (max 0 (min $bits (sub $length (mul $i $bits)))) | int) }}{{ $block = mul 2 $block }}{{ end }}
+{{- $rest := mod $value $block }}
+{{- if $rest }}{{ $same = false }}{{ end }}
+{{- $network = append $network (printf (ternary "%x" "%d" (eq $bits 16)) (sub $value $rest)) }}
+{{- end }}
+{{- if not $same }}
+{{ first . }}: {{ $cidr }} has bits behind its length of {{ $length }}; write {{ join (ternary ":" "." (eq $bits 16)) $network }}/{{ $length }} for the range, or {{ $address }}/{{ mul $bits (len $groups) }} for the one address
 {{- end }}
 {{- end }}
 {{- end }}

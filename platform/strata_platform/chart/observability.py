@@ -38,7 +38,11 @@ class Observability(Values):
         False, description="Create the objects of this section; needs the Prometheus Operator's custom resources."
     )
     namespace: DnsName = Field("monitoring", description="Namespace of Prometheus; its pods may connect to the ports.")
-    labels: Labels = Field({}, description="Labels that Prometheus selects PodMonitors and rules by.")
+    labels: Labels = Field(
+        {},
+        description="Labels that Prometheus selects PodMonitors and rules by, other than of `app.kubernetes.io/` "
+        "and `helm.sh/`.",
+    )
     # The bounds of that field, which leave a port for each of the 64 processes.
     port: Annotated[int, Field(ge=1024, le=65472)] = Field(9400, description="`tracking.prometheus_port` of the runs.")
     processes: Annotated[int, Field(ge=1, le=64)] = Field(8, description="Maximum processes of a pod; each has a port.")

@@ -65,7 +65,8 @@ class FlavorQuota(Values):
 
     flavor: DnsName = Field(description="Name of a flavor.")
     resources: Annotated[dict[ResourceName, QuotaOf], Field(min_length=1)] = Field(
-        description="Quota of each resource; all flavors of a queue name the same ones."
+        description="Quota of each resource: `cpu`, `memory`, `pods`, devices with their domain such as "
+        "`nvidia.com/gpu`; all flavors of a queue name the same ones."
     )
 
 

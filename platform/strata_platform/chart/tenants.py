@@ -71,7 +71,10 @@ class Port(Values):
 class Destination(Values):
     """A destination that pods may connect to: addresses, or pods of this cluster."""
 
-    cidr: Cidr = Field("", description="Range of addresses; leave it out for pods of this cluster.")
+    cidr: Cidr = Field(
+        "",
+        description="Range of addresses, such as `10.0.0.0/8` or `fd00::/64`; leave it out for pods of this cluster.",
+    )
     namespace: OptionalDnsName = Field("", description="Namespace of the pods; leave it out for addresses.")
     pod_labels: Labels = Field({}, description="Labels of the pods; empty for all of the namespace.")
     ports: tuple[Port, ...] = Field((), description="Ports; empty for all.")
@@ -112,7 +115,10 @@ class Volume(Values):
 
     name: DnsLabel = Field(description="Name.")
     claim: DnsName = Field(description="PersistentVolumeClaim in the namespace of the pods.")
-    mount_path: Path = Field(description="Mount path.")
+    mount_path: Path = Field(
+        description="Mount path; not in `/dev`, `/proc` or `/sys`, and not `/opt/strata`, where the image's "
+        "packages are."
+    )
     read_only: bool = Field(False, description="Mount it read-only.")
 
 
@@ -202,7 +208,9 @@ class TenantSettings(Values):
         "restricted", description="Pod security level that the namespace enforces."
     )
     labels: Labels = Field(
-        {}, description="Additional labels of the namespace, other than those of pod security and of the chart."
+        {},
+        description="Additional labels of the namespace, other than those of pod security and of the chart, and of "
+        "`app.kubernetes.io/` and `helm.sh/`.",
     )
     members: tuple[Member, ...] = Field(
         (), description="Groups and users that may read pods, logs, events, jobs, queues."

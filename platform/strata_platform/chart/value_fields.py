@@ -77,7 +77,7 @@ Path = Annotated[str, Field(pattern=f"^{_PATH}$")]
 OptionalPath = Annotated[str, Field(pattern=f"^({_PATH})?$")]
 """The same; empty where there is none."""
 
-_BYTE = "(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])"
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 Cidr = Annotated[
     str,
     Field(
@@ -85,7 +85,7 @@ Cidr = Annotated[
         r"|[0-9a-fA-F:]*:[0-9a-fA-F:]*/(12[0-8]|1[01][0-9]|[1-9]?[0-9]))?$"
     ),
 ]
-"""A range of IPv4 or IPv6 addresses; empty where there is none."""
+"""A range of IPv4 or IPv6 addresses; empty where there is none. The templates look at what a pattern cannot say."""
 
 _ADDRESS = r"([A-Za-z0-9.-]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}"
 Address = Annotated[str, Field(pattern=f"^{_ADDRESS}$")]

@@ -79,7 +79,9 @@ class Tests(Values):
     enabled: bool = Field(True, description="Create the test pods when `helm test` is run.")
     python: str = Field("python", description="Interpreter of the image.")
     resources: Quantities = Field({"cpu": "500m", "memory": "512Mi"}, description="Requests and limits of a test pod.")
-    env: dict[VariableName, str] = Field({}, description="Environment of the pods in the release's namespace.")
+    env: dict[VariableName, str] = Field(
+        {}, description="Environment of the pods in the release's namespace, without the variables of caches."
+    )
     volumes: tuple[Volume, ...] = Field((), description="Claims of the release's namespace for the pods there.")
     reachable: tuple[Address, ...] = Field((), description="`host:port` that a tenant's pods must reach.")
     unreachable: tuple[Address, ...] = Field(

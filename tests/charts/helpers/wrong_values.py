@@ -1,5 +1,7 @@
 """Values files that are wrong, and the path of the key that is to be named."""
 
+import yaml
+
 TENANT = "project: p, domains: [d]"
 QUEUE = "name: q"
 
@@ -179,6 +181,10 @@ REFUSED_BY_THE_SCHEMA = {
     "a price outside of the table": ("prices: {h200: 3.5}", "/prices", "h200"),
     "an address without a port": ("tests: {reachable: [minio.minio]}", "/tests/reachable/0"),
     "an IPv6 address without brackets": ("tests: {reachable: ['fd00::1:443']}", "/tests/reachable/0"),
+    "a byte with a zero before it": (
+        "tenantDefaults: {network: {objectStore: [{cidr: 10.08.0.0/16}]}}",
+        "/tenantDefaults/network/objectStore/0/cidr",
+    ),
     "an unknown pull policy": ("image: {pullPolicy: Sometimes}", "/image/pullPolicy"),
 }
 
@@ -189,7 +195,25 @@ _VOLUME = "{name: %s, claim: c, mountPath: %s}"
 _TWO_WAYS = "{key: k, operator: Exists, value: v}"
 _MACHINES = f"queues: {{flavors: [{{name: f}}], {_CLUSTER_QUEUE}}}"
 
-# For the templates: right one by one, wrong together. What the message has to say.
+_NO_RESOURCE = "Kubernetes has no such resource; write cpu, memory, ephemeral-storage"
+_NO_RANGE = "is not a range of addresses; write one such as 10.20.0.0/16 or fd00::/64"
+_THE_CHARTS = "labels of app.kubernetes.io and helm.sh are the chart's own; take one with a domain of yours"
+_NO_VOLUME = "cannot be a volume: the container runtime fills /dev, /proc and /sys"
+
+
+def _tenant(**settings):
+    return yaml.safe_dump({"queues": {"required": False}, "tenants": [{"project": "p", "domains": ["d"], **settings}]})
+
+
+def _volumes(*paths):
+    return [{"name": f"v{number}", "claim": "c", "mountPath": path} for number, path in enumerate(paths)]
+
+
+def _ranges(*cidrs):
+    return _tenant(network={"others": [{"cidr": cidr} for cidr in cidrs]})
+
+
+# For the templates: wrong together, or with a way out to be named. What the message has to say.
 REFUSED_BY_THE_TEMPLATES = {
     "old runs of nowhere": ("retention: {runs: 30d}", "retention.folders: empty"),
     "runs to be ended by nobody": ("queues: {timeout: {after: 2h}}", "queues.timeout.flyte: empty"),
@@ -272,7 +296,68 @@ REFUSED_BY_THE_TEMPLATES = {
         "tenants (p-d).podTemplate.volumes (/var/cache/strata/triton): the mountPath is taken"),
     "a volume in place of shared memory": (
         f"tenants: [{{{TENANT}, podTemplate: {{volumes: [{_VOLUME % ('v', '/dev/shm')}]}}}}]",
-        "tenants (p-d).podTemplate.volumes (/dev/shm): the mountPath is taken"),
+        f"tenants (p-d).podTemplate.volumes (v).mountPath: /dev/shm {_NO_VOLUME}"),
+    "volumes in folders that are not the image's": (
+        _tenant(podTemplate={"volumes": _volumes("/dev", "/dev/shm/x", "/proc", "/sys"),
+                             "caches": {"triton": {"path": "/dev/shm/triton"}}}),
+        *(f"tenants (p-d).podTemplate.volumes (v{number}).mountPath: {path} {_NO_VOLUME}"
+          for number, path in enumerate(("/dev", "/dev/shm/x", "/proc", "/sys"))),
+        f"tenants (p-d).podTemplate.caches.triton.path: /dev/shm/triton {_NO_VOLUME}"),
+    "a volume where the image's packages are": (
+        _tenant(podTemplate={"volumes": _volumes("/opt/strata")}),
+        "tenants (p-d).podTemplate.volumes (v0).mountPath: /opt/strata holds the Python packages of the image, and a "
+        "volume would hide them; mount it elsewhere"),
+    "a volume of the chart's own pods and a claim of kernels in such places": (
+        "tests: {volumes: [{name: v, claim: c, mountPath: /proc/x}]}\nkernels: {bake: {path: /sys/kernels}}",
+        f"tests.volumes (v).mountPath: /proc/x {_NO_VOLUME}", f"kernels.bake.path: /sys/kernels {_NO_VOLUME}"),
+    "quotas of what nobody asks for": (
+        "queues: {flavors: [{name: f}], gpuResources: [gpus], unqueuedLimits: {cpuu: 16}, provisioning: "
+        "[{name: nodes, className: c, managedResources: [gpu]}], clusterQueues: [{name: q, quotas: [{flavor: f, "
+        "resources: {gpus: {nominal: 8}, pods: {nominal: 8}}}]}]}",
+        f"queues.clusterQueues (q).quotas (f).resources.gpus: {_NO_RESOURCE}, pods,", "or a device with its domain",
+        f"queues.gpuResources.gpus: {_NO_RESOURCE}", f"queues.unqueuedLimits.cpuu: {_NO_RESOURCE}",
+        f"queues.provisioning (nodes).managedResources.gpu: {_NO_RESOURCE}"),
+    "limits of what nobody asks for": (
+        _tenant(limits={"max": {"cpuu": 64}, "default": {"gpus": 1}, "defaultRequest": {"pods": 1}},
+                podTemplate={"variants": [{"name": "fast", "resources": {"rdma": 8}}]}),
+        f"tenants (p-d).limits.max.cpuu: {_NO_RESOURCE}", f"tenants (p-d).limits.default.gpus: {_NO_RESOURCE}",
+        f"tenants (p-d).limits.defaultRequest.pods: {_NO_RESOURCE}",
+        f"tenants (p-d).podTemplate.variants (fast).resources.rdma: {_NO_RESOURCE}"),
+    "resources of the chart's own pods that nobody has": (
+        "tests: {resources: {mem: 1Gi}, allReduce: {gpuResource: gpu}}\nretention: {resources: {cpus: 1}}",
+        f"tests.resources.mem: {_NO_RESOURCE}", f"tests.allReduce.gpuResource.gpu: {_NO_RESOURCE}",
+        f"retention.resources.cpus: {_NO_RESOURCE}"),
+    "ranges that are none": (
+        _ranges("fd00:::/64", "12345::/64", "1::2::3/64", "1:2:3:4:5:6:7/112", "1:2:3:4:5:6:7:8::/112", ":/0"),
+        *(f"tenants (p-d).network.others[{number}].cidr: {cidr} {_NO_RANGE}"
+          for number, cidr in enumerate(("fd00:::/64", "12345::/64", "1::2::3/64", "1:2:3:4:5:6:7/112",
+                                         "1:2:3:4:5:6:7:8::/112", ":/0")))),
+    "addresses with the length of a range": (
+        _ranges("10.0.0.1/8", "10.20.40.0/20", "2001:db8::1/64", "2001:db8:0:c000::/49"),
+        "tenants (p-d).network.others[0].cidr: 10.0.0.1/8 has bits behind its length of 8; write 10.0.0.0/8 for the "
+        "range, or 10.0.0.1/32 for the one address",
+        "write 10.20.32.0/20 for the range, or 10.20.40.0/32",
+        "write 2001:db8:0:0:0:0:0:0/64 for the range, or 2001:db8::1/128",
+        "write 2001:db8:0:8000:0:0:0:0/49 for the range"),
+    "tenants where components of the cluster are": (
+        "queues: {required: false}\ntenants: [{project: cert, domains: [manager]}, "
+        "{project: gpu, domains: [operator]}, "
+        "{project: jobset, domains: [system]}, {project: ingress, domains: [nginx]}]",
+        *(f"tenants ({name}): the namespace {name} belongs to the cluster"
+          for name in ("cert-manager", "gpu-operator", "jobset-system", "ingress-nginx"))),
+    "variables of the chart's own pods": (
+        "tests: {env: {TRITON_CACHE_DIR: /x, HF_HOME: /x, STRATA_REMOVAL: x, FLYTE_CREDENTIALS_CLIENT_ID: x}}\n"
+        "queues: {timeout: {secret: s}}",
+        "tests.env.TRITON_CACHE_DIR: only runs have this cache; set tenantDefaults.podTemplate.caches.triton.path",
+        "tests.env.HF_HOME: only runs have this cache; set tenantDefaults.podTemplate.caches.huggingFace.path",
+        "tests.env.STRATA_REMOVAL: the chart sets this variable itself; leave it out",
+        "tests.env.FLYTE_CREDENTIALS_CLIENT_ID: the chart sets this variable by queues.timeout.secret"),
+    "labels of the chart's objects": (
+        _tenant(labels={"app.kubernetes.io/managed-by": "me"})
+        + "observability: {labels: {helm.sh/chart: x}, dashboards: {labels: {app.kubernetes.io/name: x}}}",
+        f"tenants (p-d).labels.app.kubernetes.io/managed-by: {_THE_CHARTS}",
+        f"observability.labels.helm.sh/chart: {_THE_CHARTS}",
+        f"observability.dashboards.labels.app.kubernetes.io/name: {_THE_CHARTS}"),
     "two volumes of one name": (
         f"tenants: [{{{TENANT}, podTemplate: {{volumes: [{_VOLUME % ('v', '/a')}, {_VOLUME % ('v', '/b')}]}}}}]",
         "tenants (p-d).podTemplate.volumes (v): the name is taken"),
