@@ -2,6 +2,7 @@
 
     python -m benchmarks.commands [--strata PATH] [--runs 5]
 
+The first column is that of a Flyte that asks nobody who calls, the second of one that gives a token for a secret.
 `--strata` names another installation's command, to compare with.
 """
 
@@ -16,15 +17,16 @@ import sys
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from http.server import ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import grpc
 import yaml
 from flyteidl.core.execution_pb2 import WorkflowExecution
-from flyteidl.service import admin_pb2_grpc
+from flyteidl.service import admin_pb2_grpc, auth_pb2_grpc
 
-from tests.platform.helpers.servers import Admin, Kubernetes, content, kubeconfig, pod
+from tests.platform.helpers.servers import Admin, Kubernetes, Tokens, content, kubeconfig, pod
 
 COMMANDS = {
     "--version": [],
@@ -40,6 +42,7 @@ COMMANDS = {
     "outputs": ["done"],
     "cancel": ["ended"],
 }
+GIVEN = "a-token"
 RECORD = {"steps": 4, "steps_asked": 4, "train_loss": 1.5, "eval_loss_after": 1.2, "tokens_per_second": 10.0}
 
 
@@ -58,28 +61,43 @@ def main() -> None:
         places = {"KUBECONFIG": folder / "kubeconfig", "FLYTECTL_CONFIG": folder / "flyte.yaml"}
         environment = os.environ | {key: str(path) for key, path in places.items()} | {"STRATA_BACKEND": "flyte"}
         for command, arguments in COMMANDS.items():
-            seconds = [
-                _measure([asked.strata, command, *arguments], folder, environment, admin) for _ in range(asked.runs)
-            ]
-            print(f"{command:<10} {min(seconds):5.2f} s", flush=True)
+            shown = ""
+            for admin.token in (None, GIVEN):
+                seconds = [
+                    _measure([asked.strata, command, *arguments], folder, environment, admin) for _ in range(asked.runs)
+                ]
+                shown += f" {min(seconds):5.2f} s"
+            print(f"{command:<10}{shown}", flush=True)
 
 
 def _serve(folder: Path) -> Admin:
     """Start both servers, and write the files that name them."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Kubernetes)
+    server = _listen(Kubernetes)
     server.content = content() | {"pods": [pod("w0", replica=0)], "logs": {"w0": ["2026-11-22T00:00:00Z hello\n"]}}
     server.after, server.read = lambda: None, []
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     (folder / "kubeconfig").write_text(yaml.safe_dump(kubeconfig(server.server_port)))
+    tokens = _listen(Tokens)
+    tokens.token, tokens.secret, tokens.asked = GIVEN, "secret", []
+    (folder / "secret").write_text(tokens.secret)
     admin = Admin()
+    admin.metadata.token_endpoint = f"http://127.0.0.1:{tokens.server_port}/token"
     admin.active = "v1"
     flyte = grpc.server(ThreadPoolExecutor(4))
     admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, flyte)
+    auth_pb2_grpc.add_AuthMetadataServiceServicer_to_server(admin.metadata, flyte)
     port = flyte.add_insecure_port("127.0.0.1:0")
     flyte.start()
     admin.server = flyte
-    (folder / "flyte.yaml").write_text(f"admin: {{endpoint: 'dns:///127.0.0.1:{port}', insecure: true}}\n")
+    login = {"clientId": "me", "clientSecretLocation": str(folder / "secret")}
+    known = {"endpoint": f"dns:///127.0.0.1:{port}", "insecure": True, **login}
+    (folder / "flyte.yaml").write_text(yaml.safe_dump({"admin": known}))
     return admin
+
+
+def _listen(handler: type[BaseHTTPRequestHandler]) -> Any:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
 
 
 def _measure(command: list[str | Path], folder: Path, environment: dict[str, str], admin: Admin) -> float:

@@ -13,7 +13,7 @@ from flyteidl.service import admin_pb2_grpc, auth_pb2_grpc
 
 from strata_platform.backends.flyte import FlyteBackend
 from strata_platform.client import Client
-from tests.platform.helpers.servers import Admin, AuthMetadata, Kubernetes, content, kubeconfig
+from tests.platform.helpers.servers import Admin, Kubernetes, content, kubeconfig
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def admin(tmp_path):
     servicer = Admin()
     server = grpc.server(ThreadPoolExecutor(4))
     admin_pb2_grpc.add_AdminServiceServicer_to_server(servicer, server)
-    auth_pb2_grpc.add_AuthMetadataServiceServicer_to_server(AuthMetadata(), server)
+    auth_pb2_grpc.add_AuthMetadataServiceServicer_to_server(servicer.metadata, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     (tmp_path / "flyte.yaml").write_text(f"admin: {{endpoint: 'dns:///127.0.0.1:{port}', insecure: true}}\n")

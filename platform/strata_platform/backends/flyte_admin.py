@@ -1,6 +1,7 @@
 """Calls of Flyte's control plane, in its own messages (flyteidl), without flytekit: that takes a second to import.
 
-flytekit is imported if Flyte asks who calls, to log in (`flyte_login`).
+If Flyte asks who calls, whoever is logged in, or has a secret, has a token without it (`flyte_token`); others log in
+by it (`flyte_login`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from flyteidl.service import admin_pb2_grpc
 
 from strata_platform.backends.flyte_config import FlyteConfig
 from strata_platform.backends.flyte_login import failures_told, logged_in_channel
+from strata_platform.backends.flyte_token import token_header
 
 _PAGE = 100
 _SECONDS = 60.0
@@ -55,25 +57,32 @@ class FlyteAdmin:
 
     def __init__(self, config: FlyteConfig, project: str, domain: str) -> None:
         self.config, self.project, self.domain = config, project, domain
+        # Of calls without flytekit: none at first, then those with a token.
+        self._headers: list[tuple[str, str]] = []
+        self._needs_flytekit = config.proxied
 
     @cached_property
-    def _stub(self) -> admin_pb2_grpc.AdminServiceStub:
-        return self._logged_in if self.config.proxied else admin_pb2_grpc.AdminServiceStub(_channel(self.config))
+    def _channel(self) -> grpc.Channel:
+        return _channel(self.config)
 
     @cached_property
     def _logged_in(self) -> admin_pb2_grpc.AdminServiceStub:
         return admin_pb2_grpc.AdminServiceStub(logged_in_channel(self.config, _OPTIONS))
 
     def _call(self, method: str, request: Any) -> Any:
-        if self._stub is not self.__dict__.get("_logged_in"):
+        while not self._needs_flytekit:
+            stub = admin_pb2_grpc.AdminServiceStub(self._channel)
             try:
-                return getattr(self._stub, method)(request, timeout=_SECONDS)
+                return getattr(stub, method)(request, timeout=_SECONDS, metadata=self._headers)
             except grpc.RpcError as error:
                 if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
                     raise
-            self._stub = self._logged_in
+            # A second refusal is that of a token that has expired.
+            header = None if self._headers else token_header(self.config, self._channel)
+            self._headers = [header] if header else []
+            self._needs_flytekit = header is None
         with failures_told():
-            return getattr(self._stub, method)(request, timeout=_SECONDS)
+            return getattr(self._logged_in, method)(request, timeout=_SECONDS)
 
     def execution_id(self, name: str) -> identifier_pb2.WorkflowExecutionIdentifier:
         """The identifier of an execution of this project and domain."""

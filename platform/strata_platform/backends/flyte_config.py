@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,15 @@ _FIELDS = {
     "ca_file": ("FLYTE_PLATFORM_CA_CERT_FILE_PATH", "admin.caCertFilePath"),
     "console": ("FLYTE_PLATFORM_CONSOLE_ENDPOINT", "console.endpoint"),
     "proxied": ("FLYTE_CREDENTIALS_PROXY_COMMAND", "admin.proxyCommand"),
+    "http_proxy": ("FLYTE_PLATFORM_HTTP_PROXY_URL", "admin.httpProxyURL"),
+    "auth_mode": ("FLYTE_CREDENTIALS_AUTH_MODE", "admin.authType"),
+    "client_id": ("FLYTE_CREDENTIALS_CLIENT_ID", "admin.clientId"),
+    # Not in a YAML file.
+    "client_secret": ("FLYTE_CREDENTIALS_CLIENT_SECRET", ""),
+    "secret_file": ("FLYTE_CREDENTIALS_CLIENT_SECRET_LOCATION", "admin.clientSecretLocation"),
+    "secret_variable": ("FLYTE_CREDENTIALS_CLIENT_SECRET_ENV_VAR", "admin.clientSecretEnvVar"),
+    "scopes": ("FLYTE_CREDENTIALS_SCOPES", "admin.scopes"),
+    "audience": ("FLYTE_CREDENTIALS_AUDIENCE", "admin.audience"),
     "store_endpoint": ("FLYTE_AWS_ENDPOINT", "storage.connection.endpoint"),
     "store_key": ("FLYTE_AWS_ACCESS_KEY_ID", "storage.connection.access-key"),
     "store_secret": ("FLYTE_AWS_SECRET_ACCESS_KEY", "storage.connection.secret-key"),
@@ -45,9 +54,18 @@ class FlyteConfig:
     console: str | None = None
     proxied: bool = False
     """Whether a proxy in front of Flyte asks for a token of its own."""
+    http_proxy: str | None = None
+    auth_mode: str | None = None
+    client_id: str | None = None
+    client_secret: str | None = field(default=None, repr=False)
+    secret_file: str | None = None
+    secret_variable: str | None = None
+    """Of a program's secret: the environment variable that has it."""
+    scopes: tuple[str, ...] = ()
+    audience: str | None = None
     store_endpoint: str | None = None
     store_key: str | None = None
-    store_secret: str | None = None
+    store_secret: str | None = field(default=None, repr=False)
 
     @classmethod
     def read(cls, file: str | None = None) -> FlyteConfig:
@@ -65,6 +83,9 @@ class FlyteConfig:
         for flag in _FLAGS:
             if flag in values:
                 values[flag] = str(values[flag]).lower() not in _OFF
+        if "scopes" in values:
+            scopes = values["scopes"]
+            values["scopes"] = tuple(scopes.split(",") if isinstance(scopes, str) else scopes)
         if "endpoint" in values:
             values["endpoint"] = str(values["endpoint"]).replace("dns:///", "")
         return cls(file=None if path is None else str(path), **values)

@@ -4,17 +4,23 @@ import io
 import os
 import subprocess
 import sys
+import threading
 import webbrowser
+from http.server import HTTPServer
 from pathlib import Path
 
 import grpc
+import keyring
 import pytest
 from flyteidl.core import execution_pb2 as core_pb2
 
+from strata_platform.backends import flyte_admin
 from strata_platform.backends.flyte import FlyteBackend
+from strata_platform.backends.flyte_config import FlyteConfig
 from strata_platform.client import Client
 from strata_platform.errors import Refused
 from strata_platform.runs import Phase
+from tests.platform.helpers.servers import Tokens
 
 FAILED = core_pb2.WorkflowExecution.FAILED
 
@@ -38,6 +44,85 @@ def client(tmp_path, **login):
 def test_the_token_that_a_command_prints_is_sent(tmp_path, asking):
     run = client(tmp_path, authType="ExternalCommand", command="[echo, secret-token]").get("twin")
     assert run.phase is Phase.FAILED and grpc.StatusCode.UNAUTHENTICATED in asking.refused
+
+
+class Keyring(keyring.backend.KeyringBackend):
+    """Holds tokens in memory."""
+
+    priority = 1
+
+    def __init__(self):
+        self.kept = {}
+
+    def get_password(self, service, username):
+        return self.kept.get((service, username))
+
+    def set_password(self, service, username, password):
+        self.kept[service, username] = password
+
+
+class NeedsFlytekit(Exception):
+    pass
+
+
+@pytest.fixture
+def without_flytekit(monkeypatch):
+    def refuse(*_):
+        raise NeedsFlytekit
+
+    monkeypatch.setattr(flyte_admin, "logged_in_channel", refuse)
+
+
+@pytest.mark.parametrize("login", [{}, {"authType": "Pkce"}, {"authType": "DeviceFlow"}])
+def test_whoever_is_logged_in_needs_no_flytekit(tmp_path, asking, without_flytekit, monkeypatch, login):
+    ring = Keyring()
+    monkeypatch.setattr(keyring.core, "_keyring_backend", ring)
+    with pytest.raises(NeedsFlytekit):
+        client(tmp_path, **login).get("twin")
+    file = str(tmp_path / "flyte.yaml")
+    ring.set_password(FlyteConfig.read(file).endpoint, "access_token", asking.token)
+    logged_in = Client(FlyteBackend(config=file))
+    for _ in range(2):
+        assert logged_in.get("twin").phase is Phase.FAILED
+    # flytekit renews a token that has expired.
+    asking.token = "another"
+    with pytest.raises(NeedsFlytekit):
+        logged_in.get("twin")
+
+
+@pytest.fixture
+def tokens(asking):
+    """A server of tokens that Flyte names."""
+    server = HTTPServer(("127.0.0.1", 0), Tokens)
+    server.token, server.secret, server.asked = asking.token, "s/ecret", []
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    asking.metadata.token_endpoint = f"http://127.0.0.1:{server.server_port}/token"
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_program_with_a_secret_needs_no_flytekit(tmp_path, tokens, without_flytekit, monkeypatch):
+    (tmp_path / "secret").write_text("s/ecret\n")
+    known = {"clientId": "me", "scopes": "[all, offline]", "audience": "flyte"}
+    assert client(tmp_path, **known, clientSecretLocation=tmp_path / "secret").get("twin").phase is Phase.FAILED
+    assert tokens.asked == [{"grant_type": "client_credentials", "scope": "all offline", "audience": "flyte"}]
+    # A secret in a variable goes before that of the file.
+    (tmp_path / "secret").write_text("wrong")
+    monkeypatch.setenv("OWN_SECRET", "s/ecret")
+    assert client(tmp_path, clientSecretEnvVar="OWN_SECRET").get("twin").phase is Phase.FAILED
+    monkeypatch.setenv("OWN_SECRET", "wrong")
+    with pytest.raises(NeedsFlytekit):
+        client(tmp_path).get("twin")
+    # flytekit knows proxies.
+    monkeypatch.setenv("OWN_SECRET", "s/ecret")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_grpc_proxy", "127.0.0.1")
+    with pytest.raises(NeedsFlytekit):
+        client(tmp_path).get("twin")
+    assert len(tokens.asked) == 3
 
 
 @pytest.mark.parametrize(

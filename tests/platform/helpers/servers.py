@@ -1,11 +1,12 @@
 """A Flyte and a Kubernetes that answer over gRPC and HTTP what a test puts into them."""
 
+import base64
 import json
 import re
 import threading
 from datetime import datetime, timedelta
 from http.server import BaseHTTPRequestHandler
-from urllib.parse import urlparse
+from urllib.parse import parse_qs, quote_plus, urlparse
 
 import grpc
 from flyteidl.admin import execution_pb2, launch_plan_pb2, node_execution_pb2
@@ -129,8 +130,10 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
         self.before_create = lambda name: None
         self.lost_answers, self.lock = 0, threading.Lock()
         self.token, self.refused = None, []
+        self.metadata = AuthMetadata()
 
     def CreateExecution(self, request, context):
+        self._require_token(context)
         self.before_create(request.name)
         with self.lock:
             if request.name in self.executions:
@@ -149,6 +152,7 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
         return launch_plan_pb2.LaunchPlan(id=request.id)
 
     def GetActiveLaunchPlan(self, request, context):
+        self._require_token(context)
         if self.active is None:
             context.abort(grpc.StatusCode.NOT_FOUND, "none is active")
         its = request.id
@@ -158,6 +162,7 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
         return launch_plan_pb2.LaunchPlan(id=identifier)
 
     def GetExecutionData(self, request, context):
+        self._require_token(context)
         return execution_pb2.WorkflowExecutionGetDataResponse(
             full_outputs=literals(self.outputs.get(request.id.name, {}))
         )
@@ -193,10 +198,13 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
         identifier = identifier_pb2.WorkflowExecutionIdentifier(project="flytesnacks", domain="development", name=name)
         self.executions[name] = execution_pb2.Execution(id=identifier, spec=spec, closure=closure)
 
-    def GetExecution(self, request, context):
+    def _require_token(self, context):
         if self.token and ("flyte-authorization", f"Bearer {self.token}") not in context.invocation_metadata():
             self.refused.append(grpc.StatusCode.UNAUTHENTICATED)
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "who are you?")
+
+    def GetExecution(self, request, context):
+        self._require_token(context)
         if self.refusals:
             self.refusals -= 1
             context.abort(*self.refusal)
@@ -205,6 +213,7 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
         return self.executions[request.id.name]
 
     def ListExecutions(self, request, context):
+        self._require_token(context)
         self.pages += 1
         newest = sorted(self.executions.values(), key=lambda found: -found.closure.created_at.seconds)
         if request.filters:
@@ -218,16 +227,39 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
         return execution_pb2.ExecutionList(executions=newest[first : first + request.limit], token=token)
 
     def TerminateExecution(self, request, context):
+        self._require_token(context)
         self.terminated.append(request.id.name)
         self.executions[request.id.name].closure.phase = core_pb2.WorkflowExecution.ABORTED
         return execution_pb2.ExecutionTerminateResponse()
 
 
 class AuthMetadata(auth_pb2_grpc.AuthMetadataServiceServicer):
-    """Tells clients in which header Flyte expects their token."""
+    """Tells clients in which header Flyte expects their token, and where there is one."""
+
+    def __init__(self):
+        self.token_endpoint = ""
 
     def GetPublicClientConfig(self, request, context):
         return auth_pb2.PublicClientAuthConfigResponse(authorization_metadata_key="flyte-authorization")
 
     def GetOAuth2Metadata(self, request, context):
-        return auth_pb2.OAuth2MetadataResponse()
+        return auth_pb2.OAuth2MetadataResponse(token_endpoint=self.token_endpoint)
+
+
+class Tokens(BaseHTTPRequestHandler):
+    """A server of tokens for the client `me`, whose secret is in its `secret`; `asked` are the forms that were sent."""
+
+    def do_POST(self):
+        form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+        self.server.asked.append({name: value for name, [value] in form.items()})
+        known = base64.b64encode(f"me:{quote_plus(self.server.secret)}".encode()).decode()
+        is_known = self.headers["Authorization"] == f"Basic {known}"
+        answer = {"access_token": self.server.token, "expires_in": 60} if is_known else {"error": "invalid_client"}
+        body = json.dumps(answer).encode()
+        self.send_response(200 if is_known else 401)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
