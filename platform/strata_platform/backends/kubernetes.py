@@ -273,7 +273,11 @@ class KubernetesBackend:
         pods = namespace.pods(name)
         run = self._run(job, pods)
         if run.phase is Phase.SUCCEEDED:
-            record = self._record(pods)
+            try:
+                record = self._record(pods)
+            except BackendError as error:
+                # It has succeeded, whether or not the node of rank 0 still answers.
+                return replace(run, message=str(error))
             return run if record is None else with_record(run, record)
         if run.is_done:
             return run
@@ -281,7 +285,12 @@ class KubernetesBackend:
         if shown.stage is Stage.STARTING and any(index_of(pod) == 0 and _succeeded(pod) for pod in pods):
             # JobSet's controller has yet to notice.
             shown = replace(shown, stage=Stage.EXPORTING)
-        return self._progress.read(replace(shown, message=shown.message or run.message), namespace, pods, name)
+        shown = replace(shown, message=shown.message or run.message)
+        try:
+            return self._progress.read(shown, namespace, pods, name)
+        except BackendError as error:
+            # While the node of rank 0 does not answer, what the objects show remains.
+            return replace(shown, message="; ".join(filter(None, (shown.message, str(error)))))
 
     def _record(self, pods: Sequence[Object]) -> Mapping[str, Any] | None:
         """The completion record in the log of the pod of rank 0; None if the pod is removed."""

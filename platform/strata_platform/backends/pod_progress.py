@@ -27,9 +27,9 @@ class PodProgress:
         last: list[MetricPoint] = []
         for pod in main_pods(pods):
             seen = known.get("pod") == pod["metadata"]["uid"]
+            values = reported(namespace, pod, last=200 if seen else None)
             if not seen:
                 known |= {"pod": pod["metadata"]["uid"], "stage": run.stage or Stage.STARTING}
-            values = reported(namespace, pod, last=200 if seen else None)
             for value in values:
                 known |= {key: value[key] for key in ("stage", "steps", "attempt", "stopped_early") if key in value}
                 known |= {"eval_loss": eval_loss(value["evaluation"])} if "evaluation" in value else {}

@@ -334,6 +334,23 @@ def test_progress_and_record_are_those_that_rank_0_reports(server, runs):
     assert runs.outputs("bot").model == "/runs/bot/model"
 
 
+def test_a_run_goes_on_while_the_node_of_rank_0_does_not_answer(server, runs):
+    runs.submit(SPEC)
+    silent = (500, "dial tcp 10.0.0.7:10250: i/o timeout")
+    server.content |= {"pods": [pod("a"), pod("b", 1)], "logs": {"a": silent}}
+    run = runs.get("bot")
+    assert run.phase is Phase.RUNNING and "i/o timeout" in run.message
+    server.content["logs"]["a"] = [f'{TIME} @strata {{"stage":"training","steps":9}}\n']
+    assert (runs.get("bot").steps, runs.get("bot").message) == (9, "")
+    looks = [path for path in server.paths if "/pods/a/log" in path]
+    # All of the log as soon as it can be read, and then its end.
+    assert ["tailLines" in path for path in looks] == [False, False, True]
+    end(server, "Completed")
+    server.content |= {"pods": [pod("a", phase="Succeeded")], "logs": {"a": silent}}
+    run = runs.get("bot")
+    assert run.phase is Phase.SUCCEEDED and "i/o timeout" in run.message
+
+
 def test_a_run_that_waits_says_so(server, runs):
     asked = SPEC.resources.model_copy(update={"time_limit": 60, "queue": "research"})
     runs.submit(SPEC.model_copy(update={"resources": asked}))
