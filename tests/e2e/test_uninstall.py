@@ -27,7 +27,7 @@ SMALL = {"cpu": "400m", "memory": "2Gi"}
 PAIR = {"resources": SMALL}
 ALONE = {"topology": {"nnodes": 1}, "parallel": {"type": "single"}, "resources": SMALL}
 # So many steps that it still trains when the stack is upgraded and when it is removed.
-LONG = {"training": {"steps": 1000}, "checkpoint": {"every": 50}}
+LONG = {"training": {"steps": 600}, "checkpoint": {"every": 50}}
 
 
 def shell(name):
