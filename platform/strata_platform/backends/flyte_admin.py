@@ -1,7 +1,7 @@
 """Calls of Flyte's control plane, in its own messages (flyteidl), without flytekit: that takes a second to import.
 
-If Flyte asks who calls, whoever is logged in, or has a secret, has a token without it (`flyte_token`); others log in
-by it (`flyte_login`).
+If Flyte asks who calls, people who are logged in, and programs with a secret, get a token without it (`flyte_token`);
+others log in by it (`flyte_login`).
 """
 
 from __future__ import annotations
