@@ -1,7 +1,7 @@
 """The token of somebody who is logged in already, and that of a program with a secret, without importing flytekit.
 
-People who are not logged in yet, and all other ways to log in, are for `flyte_login`, which also tells what failed: there
-is no error here.
+People who are not logged in yet, and all other ways to log in, are for `flyte_login`, which also tells what failed:
+there is no error here.
 """
 
 from __future__ import annotations
