@@ -399,7 +399,8 @@ def test_gpus_of_another_vendor_are_what_is_queued_for_and_asked_for(rendered):
         item for item in of_kind(rendered["amd"], "ValidatingAdmissionPolicy")
         if item["metadata"]["name"].endswith("-pods")
     ]  # fmt: skip
-    assert '"amd.com/gpu"' in policy["spec"]["matchConditions"][0]["expression"]
+    (devices,) = [each["expression"] for each in policy["spec"]["variables"] if each["name"] == "asksForDevices"]
+    assert '"amd.com/"' in devices and '"deviceclass.resource.kubernetes.io/"' in devices
     (quota,) = of_kind(rendered["amd"], "ResourceQuota")
     assert quota["spec"]["hard"]["requests.amd.com/gpu"] == 64
     assert all_reduce_of(rendered["amd"]).gpu_resource == "amd.com/gpu"
@@ -586,7 +587,7 @@ def test_policies_know_the_queues_of_each_tenant(rendered):
     for policy in policies:
         # An API server that saw a policy with parameters go never finds those of the next installation.
         assert "paramKind" not in policy["spec"]
-        (queues,) = policy["spec"]["variables"]
+        queues = policy["spec"]["variables"][0]
         assert json.loads(queues["expression"].removesuffix("[request.namespace]")) == {
             "language-development": ["default", "spot"],
             "language-production": ["default", "spot"],

@@ -63,22 +63,63 @@ def test_a_pod_that_reaches_for_the_machine(cluster, spec, reason):
         cluster.core.create_namespaced_pod(NAMESPACE, pod(spec), dry_run="All")
 
 
-@pytest.mark.parametrize("labels", [{}, {"kueue.x-k8s.io/queue-name": "rival"}], ids=["none", "of-another-tenant"])
-@pytest.mark.parametrize("kind", ["job", "pod-with-gpu"])
-def test_a_queue_that_is_not_the_tenants(cluster, kind, labels):
-    with refused("has to name a queue of its namespace", "set resources.queue in the spec of the run"):
-        if kind == "job":
-            worker = {"replicas": 2, "restartPolicy": "Never", "template": {"spec": SAFE}}
-            job = {
-                "metadata": {"name": "e2e-refused", "labels": labels},
-                "spec": {"pytorchReplicaSpecs": {"Worker": worker}},
-            }
-            job |= {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob"}
-            cluster.custom.create_namespaced_custom_object(*JOBS, job, dry_run="All")
-        else:
-            (container,) = SAFE["containers"]
-            gpu = container | {"resources": {"limits": {"nvidia.com/gpu": "1", "cpu": "1", "memory": "1Gi"}}}
-            cluster.core.create_namespaced_pod(NAMESPACE, pod({"containers": [gpu]}, labels=labels), dry_run="All")
+QUEUES_OF_OTHERS = pytest.mark.parametrize(
+    "labels", [{}, {"kueue.x-k8s.io/queue-name": "rival"}], ids=["none", "of-another-tenant"]
+)
+NO_QUEUE = ("has to name a queue of its namespace", "set resources.queue in the spec of the run")
+
+
+@QUEUES_OF_OTHERS
+def test_a_job_of_a_queue_that_is_not_the_tenants(cluster, labels):
+    worker = {"replicas": 2, "restartPolicy": "Never", "template": {"spec": SAFE}}
+    job = {"metadata": {"name": "e2e-refused", "labels": labels}, "spec": {"pytorchReplicaSpecs": {"Worker": worker}}}
+    job |= {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob"}
+    with refused(*NO_QUEUE):
+        cluster.custom.create_namespaced_custom_object(*JOBS, job, dry_run="All")
+
+
+def container(name, cpu="10m", memory="16Mi", **more):
+    (safe,) = SAFE["containers"]
+    devices = more.pop("devices", {})
+    return safe | {"name": name, "resources": {"limits": {"cpu": cpu, "memory": memory, **devices}}} | more
+
+
+CLAIM = {"name": "gpu", "resourceClaimTemplateName": "gpu"}
+HAVE_TO_QUEUE = {
+    "gpu": {"containers": [container("c", devices={"nvidia.com/gpu": "1"})]},
+    "mig-slice": {"containers": [container("c", devices={"nvidia.com/mig-3g.40gb": "1"})]},
+    "another-vendor": {"containers": [container("c", devices={"habana.ai/gaudi": "1"})]},
+    "amd-partition": {"containers": [container("c", devices={"amd.com/cpx_nps4": "1"})]},
+    "device-class": {"containers": [container("c", devices={"deviceclass.resource.kubernetes.io/gpu": "1"})]},
+    "device-claim": {"resourceClaims": [CLAIM]},
+    "several-containers": {"containers": [container("a", cpu="9"), container("b", cpu="8")]},
+    "several-memories": {"containers": [container("a", memory="40Gi"), container("b", memory="40Gi")]},
+    "pod-level": {"resources": {"limits": {"cpu": "17", "memory": "1Gi"}}},
+    "initial-container": {"initContainers": [container("first", cpu="17")]},
+    "sidecars": {"initContainers": [container("s", cpu="9", restartPolicy="Always")],
+                 "containers": [container("c", cpu="8")]},
+    "device-of-an-initial-container": {"initContainers": [container("first", devices={"nvidia.com/gpu": "1"})]},
+}  # fmt: skip
+
+
+@QUEUES_OF_OTHERS
+@pytest.mark.parametrize("spec", HAVE_TO_QUEUE.values(), ids=HAVE_TO_QUEUE)
+def test_a_pod_of_a_queue_that_is_not_the_tenants(cluster, spec, labels):
+    with refused(*NO_QUEUE):
+        cluster.core.create_namespaced_pod(NAMESPACE, pod(spec, labels=labels), dry_run="All")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"containers": [container(str(number), cpu="1600m") for number in range(10)]},
+        {"containers": [container("c", cpu="9")], "initContainers": [container("first", cpu="16")]},
+        {"containers": [container("c")], "resources": {"limits": {"cpu": "16", "memory": "64Gi"}}},
+    ],
+    ids=["ten-tenths", "one-after-the-other", "pod-level"],
+)
+def test_a_pod_that_is_as_large_as_may_be_without_a_queue(cluster, spec):
+    cluster.core.create_namespaced_pod(NAMESPACE, pod(spec), dry_run="All")
 
 
 @pytest.mark.parametrize("user", [MEMBER, RUNS], ids=["member", "run"])

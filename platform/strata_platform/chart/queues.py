@@ -210,18 +210,19 @@ class Queues(Values):
         (
             "nvidia.com/gpu*",
             "nvidia.com/mig-*",
-            "amd.com/gpu*",
+            "amd.com/*",
             "gpu.intel.com/*",
             "habana.ai/*",
             "google.com/tpu",
             "aws.amazon.com/neuron*",
+            "deviceclass.resource.kubernetes.io/*",
         ),
         description="Resources that only queued pods may request; `*` at the end stands for any rest.",
     )
     unqueued_limits: Quantities = Field(
         {"cpu": "16", "memory": "64Gi"},
-        description="Maximum of a container in a pod without a queue; more needs one. Strata's own tasks have "
-        f"{TASK_LIMITS['cpu']} CPUs and {TASK_LIMITS['memory']}.",
+        description="Maximum of a pod without a queue, all of its containers together; more needs one. Strata's "
+        f"tasks have {TASK_LIMITS['cpu']} CPUs and {TASK_LIMITS['memory']}.",
     )
     timeout: QueueTimeout = Field(QueueTimeout(), description="End runs that wait without prospect.")
     topologies: tuple[Topology, ...] = Field((), description="Topologies of nodes.")
