@@ -44,13 +44,10 @@ def test_every_dependency_has_a_switch_that_its_own_values_do_not_see():
     assert {item.get("alias", item["name"]) for item in DEPENDENCIES.values()} | {"components"} == set(VALUES)
 
 
-def test_flyte_starts_pods_from_the_template_and_may_create_jobs(strata):
+def test_flyte_starts_pods_from_the_template(strata):
     k8s = FLYTE["configuration"]["inline"]["plugins"]["k8s"]
     assert k8s["default-pod-template-name"] == strata.tenant_defaults.pod_template.name
     assert "pytorch" in FLYTE["enabled_plugins"]["tasks"]["task-plugins"]["enabled-plugins"]
-    (rule,) = FLYTE["rbac"]["extraRules"]
-    assert rule["resources"] == ["pytorchjobs"] and "*" not in rule["verbs"]
-    assert strata.tests.flyte.service_account == FLYTE["fullnameOverride"]
 
 
 LARGE = overrides(Resources(cpu="224", memory="2Ti", gpu=64))
@@ -110,7 +107,7 @@ def test_pods_of_tenants_do_not_reach_flyte(strata):
 
 
 def test_the_namespace_is_the_one_of_the_commands(strata):
-    places = {strata.queues.kueue.namespace, strata.tests.flyte.namespace}
+    places = {strata.queues.kueue.namespace, strata.flyte.namespace}
     places |= {strata.observability.namespace, KUEUE["metrics"]["prometheusNamespace"]}
     readme = (STACK / "README.md").read_text()
     assert places == set(re.findall(r"--namespace (\S+)", readme)) == {"strata-system"}
@@ -141,6 +138,97 @@ def test_projects_that_flyte_does_not_make_are_named(tmp_path):
     assert re.findall(r"flytectl create project --id (\S+)", said) == ["language"]
     elsewhere = Helm(HELM).notes(stack, "--values", tmp_path / "mine.yaml")
     assert "flytectl" not in elsewhere
+
+
+MINE = {
+    "image": {"repository": "x"},
+    "queues": {"required": False, "kueue": {"check": False}},
+    "tenants": [{"project": "flytesnacks", "domains": ["development", "production"]}],
+}
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory):
+    """The umbrella with Strata, for values of one's own; Flyte's component may be set to on."""
+    if HELM is None:
+        pytest.skip("there is no helm on the PATH; put it there, or its path into HELM")
+    folder = tmp_path_factory.mktemp("rights")
+    (folder / "mine.yaml").write_text(yaml.safe_dump({"strata": MINE}))
+    return assemble(folder / "stack", strata=True)
+
+
+def with_flyte(stack, *settings, namespace="strata-system"):
+    """What Helm makes of the umbrella with Flyte, whose own chart is not here."""
+    values = ["--values", stack.parent / "mine.yaml", "--set", ",".join(("components.flyte=true", *settings))]
+    return Helm(HELM)("template", "strata", stack, "--namespace", namespace, *values)
+
+
+def rules_of_flyte(stack, *settings):
+    """The rules that bind Flyte's account: those of the whole cluster, and those of each namespace."""
+    done = with_flyte(stack, *settings)
+    assert done.returncode == 0, done.stderr
+    objects = [item for item in yaml.safe_load_all(done.stdout) if item]
+    named = {(item["kind"], item["metadata"].get("namespace"), item["metadata"]["name"]): item for item in objects}
+    account = {"kind": "ServiceAccount", "name": "flyte-binary", "namespace": "strata-system"}
+    rules = {}
+    for (kind, place, _), item in named.items():
+        if kind.endswith("Binding") and "subjects" in item and account in item["subjects"]:
+            role = named[item["roleRef"]["kind"], place, item["roleRef"]["name"]]
+            rules.setdefault(place, []).extend(role["rules"])
+    return rules
+
+
+def test_flyte_writes_in_the_namespaces_of_tenants_alone(stack):
+    rules = rules_of_flyte(stack)
+    tenants = {"flytesnacks-development", "flytesnacks-production"}
+    assert set(rules) == {None, "strata-system"} | tenants
+    for place, given in rules.items():
+        for rule in given:
+            assert "*" not in rule["verbs"] + rule["resources"] + rule["apiGroups"]
+            assert not any("/" in resource for resource in rule["resources"]), "no pods/exec, no status of others"
+            if "secrets" in rule["resources"]:
+                assert place == "strata-system"
+                # Kubernetes cannot limit `create` to a name.
+                assert rule["verbs"] == ["create"] or rule["resourceNames"] == ["flyte-binary-webhook-secret"]
+            if place is None and not {"list", "watch"} >= set(rule["verbs"]):
+                assert rule["resources"] in (["customresourcedefinitions"], ["mutatingwebhookconfigurations"])
+                assert rule["verbs"] == ["create"] or rule["resourceNames"] == ["flyte-binary-webhook"]
+    (watched,) = [{resource for rule in rules[None] for resource in rule["resources"] if "watch" in rule["verbs"]}]
+    assert watched == {"flyteworkflows", "pods", "podtemplates", "pytorchjobs"}
+
+
+def test_flyte_has_the_rights_that_its_settings_need_and_no_others(stack):
+    def named(*settings):
+        rules = [rule for given in rules_of_flyte(stack, *settings).values() for rule in given]
+        return {name for rule in rules for name in rule.get("resourceNames", [])}, rules
+
+    keys, _ = named("flyte-binary.configuration.auth.enabled=true")
+    assert keys == {"flyte-binary-webhook", "flyte-binary-webhook-secret", "flyte-binary-admin-auth"}
+    none, rules = named("flyte-binary.flyte-core-components.propeller.disableWebhook=true")
+    assert none == set() and not any({"secrets", "mutatingwebhookconfigurations"} & set(r["resources"]) for r in rules)
+    _, rules = named("flyte-binary.configuration.propeller.createCRDs=false")
+    assert not any("customresourcedefinitions" in rule["resources"] for rule in rules)
+    more = "flyte-binary.rbac.extraRules[0]"
+    _, rules = named(f"{more}.apiGroups={{ray.io}}", f"{more}.resources={{rayjobs}}", f"{more}.verbs={{list,watch}}")
+    assert {"apiGroups": ["ray.io"], "resources": ["rayjobs"], "verbs": ["list", "watch"]} in rules
+    assert set(rules_of_flyte(stack, "flyte-binary.rbac.create=true")) == {
+        "flytesnacks-development",
+        "flytesnacks-production",
+    }
+
+
+def test_rights_that_would_go_to_nobody_or_not_suffice_are_refused(stack):
+    for settings, namespace, said in (
+        (["strata.flyte.serviceAccount=other"], "strata-system", "set strata.flyte.namespace and strata.flyte.service"),
+        ([], "elsewhere", "but Flyte has flyte-binary of elsewhere"),
+        (
+            ["flyte-binary.flyte-core-components.admin.disableClusterResourceManager=false"],
+            "strata-system",
+            "leave it true, or set flyte-binary.rbac.create to true",
+        ),
+    ):
+        done = with_flyte(stack, *settings, namespace=namespace)
+        assert done.returncode and said in done.stderr, done.stderr
 
 
 def test_what_is_off_and_not_there_is_left_out(tmp_path):

@@ -125,7 +125,7 @@ def test_every_tenant_has_every_piece(rendered, name):
                 and "helm.sh/hook" not in item["metadata"].get("annotations", {})
             }
             wanted = kinds | ({"ResourceQuota"} if tenant.get("quota") else set())
-            wanted |= {"Role", "RoleBinding"} if tenant.get("members") else set()
+            wanted |= {"Role", "RoleBinding"}
             assert own == wanted
 
 
@@ -658,8 +658,33 @@ def test_tests_have_rights_only_while_they_run(rendered):
         allowed = {"get", "list", "watch", "create", "delete"} | (
             {"patch"} if role["metadata"]["name"] in ("strata-removal", "strata-submitter") else set()
         )
-        assert all(set(rule["verbs"]) <= allowed for rule in role["rules"])
+        if role["metadata"]["name"] != "strata-flyte":
+            assert all(set(rule["verbs"]) <= allowed for rule in role["rules"])
         assert all("secrets" not in rule["resources"] for rule in role["rules"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_flyte_may_start_runs_in_every_namespace_of_a_tenant(rendered, name):
+    own = [item for item in rendered[name] if item["metadata"]["name"] == "strata-flyte"]
+    places = {kind: sorted(i["metadata"]["namespace"] for i in of_kind(own, kind)) for kind in ("Role", "RoleBinding")}
+    assert (
+        places["Role"]
+        == places["RoleBinding"]
+        == sorted(item["metadata"]["namespace"] for item in of_kind(rendered[name], "LimitRange"))
+    )
+    for binding in of_kind(own, "RoleBinding"):
+        assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "flyte-binary", "namespace": "flyte"}]
+    for role in of_kind(own, "Role"):
+        given = {resource: set(rule["verbs"]) for rule in role["rules"] for resource in rule["resources"]}
+        # Above all no Secrets, and nothing like pods/exec.
+        assert set(given) == {"flyteworkflows", "pods", "pytorchjobs", "events"}
+        assert {"create", "delete"} <= given["pods"] & given["pytorchjobs"] & given["flyteworkflows"]
+        assert all("*" not in verbs and "list" not in verbs for verbs in given.values())
+
+
+def test_flyte_has_no_rights_where_none_are_asked_for(helm):
+    objects = helm.render("--values", PRESETS[-1], "--set", "flyte.rights=false")
+    assert not [item for item in objects if item["metadata"]["name"] == "strata-flyte"]
 
 
 def test_what_is_removed_first_is_what_is_installed(helm, rendered):

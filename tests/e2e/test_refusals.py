@@ -21,6 +21,10 @@ SAFE = {
 }
 
 
+# The account of charts/strata-stack.
+FLYTE = "system:serviceaccount:strata-system:flyte-binary"
+
+
 @contextmanager
 def refused(*reasons):
     """The block's request is refused, and told why in these words."""
@@ -155,6 +159,36 @@ def test_a_pod_that_is_as_large_as_may_be_without_a_queue(cluster, spec):
 def test_what_members_and_runs_ask_of_kubernetes(user, attempt):
     with refused("forbidden", user):
         attempt(*impersonated(user))
+
+
+def test_what_flyte_may_do_in_a_namespace_of_a_tenant(cluster):
+    core, _ = impersonated(FLYTE)
+    core.create_namespaced_pod(NAMESPACE, pod({}), dry_run="All")
+    core.list_pod_for_all_namespaces(limit=1)
+    with refused("forbidden", FLYTE):
+        core.list_namespaced_secret(NAMESPACE)
+    with refused("forbidden", FLYTE):
+        core.connect_get_namespaced_pod_exec("any", NAMESPACE, command="id")
+
+
+@pytest.mark.parametrize("namespace", ["kube-system", "default", "strata-system"])
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        lambda core, custom, namespace: core.create_namespaced_pod(namespace, pod({}), dry_run="All"),
+        lambda core, custom, namespace: core.delete_namespaced_pod("any", namespace, dry_run="All"),
+        lambda core, custom, namespace: core.list_namespaced_secret(namespace),
+        # Of its own namespace it may read the Secrets of its names.
+        lambda core, custom, namespace: core.read_namespaced_secret("any", namespace),
+        lambda core, custom, namespace: custom.create_namespaced_custom_object(
+            *JOBS[:2], namespace, JOBS[3], {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob"}, dry_run="All"
+        ),
+    ],
+    ids=["a-pod", "a-pod-removed", "all-secrets", "a-secret", "a-job"],
+)
+def test_what_flyte_may_not_do_where_no_tenant_is(attempt, namespace):
+    with refused("forbidden", FLYTE):
+        attempt(*impersonated(FLYTE), namespace)
 
 
 def test_a_pod_cannot_have_a_secret_of_another_tenant(cluster):

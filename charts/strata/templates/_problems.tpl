@@ -37,7 +37,7 @@ kernels.store.url: empty, but kernels.store.secret is set; set kernels.store.url
 {{/* Of a tenant's names: namespaces that are not its own, groups of everybody, labels and variables that are the chart's. */}}
 {{- define "strata.problems.reserved" -}}
 {{- $where := .where }}
-{{- $others := list "default" .root.Release.Namespace .root.Values.queues.kueue.namespace .root.Values.tests.flyte.namespace .root.Values.observability.namespace }}
+{{- $others := list "default" .root.Release.Namespace .root.Values.queues.kueue.namespace .root.Values.flyte.namespace .root.Values.observability.namespace }}
 {{- with .tenant }}
 {{- $components := list "argo-rollouts" "calico-apiserver" "calico-system" "cattle-system" "cert-manager" "cilium-secrets" "cluster-autoscaler" "external-dns" "external-secrets" "flux-system" "gatekeeper-system" "gmp-system" "gpu-operator" "ingress-nginx" "istio-system" "jobset-system" "kueue-system" "kubeflow-system" "local-path-storage" "longhorn-system" "lws-system" "metallb-system" "minio-operator" "network-operator" "node-feature-discovery" "nvidia-gpu-operator" "nvidia-network-operator" "rook-ceph" "spark-operator" "tigera-operator" "training-operator" }}
 {{- if or (hasPrefix "kube-" .namespace) (has .namespace (concat $others $components)) }}

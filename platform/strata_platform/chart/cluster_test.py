@@ -205,10 +205,16 @@ def _right_checks(tenant: Tenant, flyte: tuple[str, str]) -> Iterator[Check]:
         may = partial(_may, runs, verb, "", resource, tenant.namespace)
         yield f"{tenant.namespace}: a run may not {verb} {resource}", partial(_if, may, "it may; remove the binding")
     way = (
-        f"{'/'.join(flyte)} may not; add it to rbac.extraRules of Flyte's chart, or name Flyte's service account in "
-        "tests.flyte"
+        f"{'/'.join(flyte)} may not; name Flyte's service account in flyte.namespace and flyte.serviceAccount, and see "
+        "that it may list and watch in the whole cluster what docs/cluster.md names"
     )
-    for verb, group, resource in (("create", "kubeflow.org", "pytorchjobs"), ("list", "", "podtemplates")):
+    needed = (
+        ("create", "flyte.lyft.com", "flyteworkflows"),
+        ("create", "", "pods"),
+        ("create", "kubeflow.org", "pytorchjobs"),
+        ("list", "", "podtemplates"),
+    )
+    for verb, group, resource in needed:
         may = partial(_may, flyte, verb, group, resource, tenant.namespace)
         yield f"{tenant.namespace}: Flyte may {verb} {resource}", partial(_unless, may, way)
 

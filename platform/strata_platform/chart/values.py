@@ -36,11 +36,16 @@ class Image(Values):
     pull_secrets: tuple[DnsName, ...] = Field((), description="Image pull secrets of the release's namespace.")
 
 
-class FlyteAccount(Values):
-    """The service account of Flyte's propeller."""
+class Flyte(Values):
+    """Flyte's service account, and what it may do to the tenants' objects."""
 
-    namespace: DnsName = Field("flyte", description="Its namespace.")
-    service_account: DnsName = Field("flyte-binary", description="Its name.")
+    namespace: DnsName = Field("flyte", description="Namespace of the service account.")
+    service_account: DnsName = Field("flyte-binary", description="Name of the service account.")
+    rights: bool = Field(
+        True,
+        description="Give it a role in each tenant's namespace, for workflows, pods, training jobs and events. Without "
+        "it, only a role in the whole cluster lets Flyte start runs.",
+    )
 
 
 class TestJob(Values):
@@ -87,7 +92,6 @@ class Tests(Values):
     unreachable: tuple[Address, ...] = Field(
         (), description="`host:port` that they must not reach; set it if the network plugin enforces policies."
     )
-    flyte: FlyteAccount = Field(FlyteAccount(), description="The service account of Flyte's propeller.")
     job: TestJob = Field(TestJob(), description="A job of two pods through each tenant's first queue.")
     all_reduce: AllReduceTest = Field(AllReduceTest(), description="Bandwidth between nodes.")
 
@@ -154,6 +158,7 @@ class ChartValues(Values):
     tenant_defaults: TenantSettings = Field(
         TenantSettings(), description="Settings of every tenant, unless it overrides them."
     )
+    flyte: Flyte = Field(Flyte(), description="Flyte's service account.")
     queues: Queues = Field(Queues(), description="Kinds of nodes, and how runs share them.")
     kernels: Kernels = Field(Kernels(), description="Compiled kernels and pulled images, for fast pod starts.")
     observability: Observability = Field(Observability(), description="Metrics, alerts and dashboards.")

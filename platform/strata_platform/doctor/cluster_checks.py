@@ -39,6 +39,16 @@ _OLDEST_FLYTE, _OLDEST_KUBERNETES = (1, 16, 6), (1, 30)
 # task_resources.limits of flyteadmin 1.16, where its configuration does not set them; "0" is no limit.
 _SHIPPED_LIMITS = {"cpu": "2", "memory": "1Gi", "gpu": "1"}
 _SHIPPED_DOMAINS = ["development", "staging", "production"]
+# What Flyte reads in all namespaces, and what it writes in those of tenants, as charts/strata-stack and charts/strata
+# give it these rights.
+_WATCHED = (("flyte.lyft.com", "flyteworkflows"), ("", "pods"), ("", "podtemplates"), ("kubeflow.org", "pytorchjobs"))
+_WRITTEN = (
+    ("flyte.lyft.com", "flyteworkflows", ("create", "update", "delete")),
+    ("", "pods", ("create", "get", "delete")),
+    ("kubeflow.org", "pytorchjobs", ("create", "get", "delete")),
+)
+# Rights in all namespaces that Flyte's own chart gives, and nothing needs.
+_TOO_MUCH = (("get", "", "secrets"), ("create", "", "pods"))
 
 
 def checks(*, with_flyte: bool = True) -> Iterator[Check]:
@@ -61,6 +71,7 @@ def checks(*, with_flyte: bool = True) -> Iterator[Check]:
     for namespace in _names(cluster):
         if with_flyte:
             yield f"{namespace}: project", partial(_project, cluster, namespace)
+            yield f"{namespace}: Flyte's rights", partial(_rights_in, cluster, namespace)
         yield f"{namespace}: queues", partial(_queues, cluster, namespace)
         yield f"{namespace}: pod template", partial(_pod_template, cluster, namespace)
         yield f"{namespace}: network policies", partial(_network_policies, cluster, namespace)
@@ -168,22 +179,58 @@ def _flyte_limits(cluster: ClusterReader) -> Finding:
 
 
 def _flyte_rights(cluster: ClusterReader) -> Finding:
-    accounts = {
-        (d["metadata"]["namespace"], d["spec"]["template"]["spec"].get("serviceAccountName", "default"))
-        for d in cluster.deployments_running("flyte")
-    }
-    for account in sorted(accounts):
-        for verb in ("create", "get", "list", "watch", "delete"):
-            review = access_review(account, verb, "kubeflow.org", "pytorchjobs")
-            path = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
-            answer = json.loads(cluster.api.request("POST", path, review).data)
-            if not answer["status"]["allowed"]:
-                return problem(
-                    f"service account {account[1]} may not {verb} pytorchjobs.kubeflow.org: Flyte cannot start runs of "
-                    "several pods",
-                    f"add them to rbac.extraRules of Flyte's chart; {_DOCS}",
-                )
-    return ok("Flyte may create PyTorchJobs") if accounts else skipped("no deployment of Flyte was found")
+    """Whether Flyte may read what it has to in all namespaces, and nothing more."""
+    accounts = _flyte_accounts(cluster)
+    for account in accounts:
+        for group, resource in _WATCHED:
+            for verb in ("list", "watch"):
+                if not _may(cluster, account, verb, group, resource):
+                    return problem(
+                        f"service account {account[1]} may not {verb} {resource} in all namespaces, as Flyte does",
+                        f"give it the rights of charts/strata-stack/templates/flyte_rights.yaml; {_DOCS}",
+                    )
+        held = [
+            f"{verb} {resource}" for verb, group, resource in _TOO_MUCH if _may(cluster, account, verb, group, resource)
+        ]
+        if held:
+            return warning(
+                f"service account {account[1]} may {' and '.join(held)} in all namespaces, which Flyte does not need",
+                f"set rbac.create of Flyte's chart to false, and give it the rights that it needs; {_DOCS}",
+            )
+    return ok("Flyte watches all namespaces") if accounts else skipped("no deployment of Flyte was found")
+
+
+def _rights_in(cluster: ClusterReader, namespace: str) -> Finding:
+    """Whether Flyte may do in a tenant's namespace what runs need."""
+    accounts = _flyte_accounts(cluster)
+    for account in accounts:
+        for group, resource, verbs in _WRITTEN:
+            for verb in verbs:
+                if not _may(cluster, account, verb, group, resource, namespace):
+                    return problem(
+                        f"service account {account[1]} may not {verb} {resource} here: Flyte cannot start runs",
+                        f"set flyte.namespace of the chart to {account[0]}, flyte.serviceAccount to {account[1]}, and "
+                        "flyte.rights to true",
+                    )
+    return ok("Flyte may start runs here") if accounts else skipped("no deployment of Flyte was found")
+
+
+def _flyte_accounts(cluster: ClusterReader) -> list[tuple[str, str]]:
+    return sorted(
+        {
+            (d["metadata"]["namespace"], d["spec"]["template"]["spec"].get("serviceAccountName", "default"))
+            for d in cluster.deployments_running("flyte")
+        }
+    )
+
+
+def _may(
+    cluster: ClusterReader, account: tuple[str, str], verb: str, group: str, resource: str, namespace: str | None = None
+) -> bool:
+    """Whether a service account (namespace, name) has a right, in one namespace or in all."""
+    review = access_review(account, verb, group, resource, namespace)
+    path = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
+    return bool(json.loads(cluster.api.request("POST", path, review).data)["status"]["allowed"])
 
 
 def _flyte_authentication(cluster: ClusterReader) -> Finding:

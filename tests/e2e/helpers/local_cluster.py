@@ -192,6 +192,8 @@ def install() -> None:
     chart = str(module(job_set_controller.MODULE) / "charts" / "jobset")
     own = ["helm", "install", "jobset", chart, "--namespace", "jobset-system", "--create-namespace", "--values", "-"]
     inside(*own, text=yaml.safe_dump(jobset))
+    if not upstream_flyte.PROGRAM:
+        apply(*stand_in_rights())
     install_stack()
     # As in an image. Pods see them read-only, and each of their processes would compile them again.
     for name in ("kernels", "platform", "tasks"):
@@ -365,6 +367,19 @@ def own_values() -> dict[str, Any]:
             },
             "tests": {"env": env, "volumes": volumes, "reachable": [f"{STORE}:9000"]},
         },
+    }
+
+
+def stand_in_rights() -> Iterator[dict[str, Any]]:
+    """What the stand-in for flyteadmin does and flyteadmin does not: it creates the namespace of each run."""
+    api = "rbac.authorization.k8s.io"
+    common = {"apiVersion": f"{api}/v1", "metadata": {"name": "flyte-stand-in"}}
+    rule = {"apiGroups": [""], "resources": ["namespaces"], "verbs": ["create"]}
+    yield common | {"kind": "ClusterRole", "rules": [rule]}
+    yield common | {
+        "kind": "ClusterRoleBinding",
+        "roleRef": {"apiGroup": api, "kind": "ClusterRole", "name": "flyte-stand-in"},
+        "subjects": [{"kind": "ServiceAccount", "name": "flyte-binary", "namespace": NAMESPACE}],
     }
 
 

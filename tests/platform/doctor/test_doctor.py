@@ -199,6 +199,18 @@ TEMPLATES = "/api/v1/namespaces/team/podtemplates"
 DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 DEPLOYMENTS = "/apis/apps/v1/deployments"
 REVIEWS = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
+
+
+def rights(verb, resource, namespace=None):
+    """What the charts give Flyte: to read in all namespaces, to write in a tenant's."""
+    return verb in ("list", "watch") or namespace == "team"
+
+
+def without(*denied):
+    """The same but for these."""
+    return lambda verb, resource, namespace=None: (verb, resource) not in denied and rights(verb, resource, namespace)
+
+
 HEALTHY = {
     "/version": {"major": "1", "minor": "36+", "gitVersion": "v1.36.3"},
     DEPLOYMENTS: {
@@ -210,7 +222,7 @@ HEALTHY = {
     },
     "/api/v1/namespaces/flyte/configmaps": {"items": [{"data": FLYTE}, {"data": {"other": "{{ no yaml"}}, {}]},
     "/api/v1/namespaces/kueue-system/configmaps": {"items": [{"data": {"config.yaml": KUEUE}}]},
-    REVIEWS: {"status": {"allowed": True}},
+    REVIEWS: rights,
     DEFINITIONS: {
         "items": [
             named("pytorchjobs.kubeflow.org", spec={"versions": [{"schema": "managedBy"}]}),
@@ -236,7 +248,9 @@ def cluster(tmp_path, monkeypatch):
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            body = answers.get(urlsplit(self.path).path)
+            self.answer(answers.get(urlsplit(self.path).path))
+
+        def answer(self, body):
             self.send_response_only(404 if body is None else 200)
             self.send_header("Date", format_datetime(datetime.now(UTC) + server.off, usegmt=True))
             self.send_header("Content-Type", "application/json")
@@ -244,8 +258,10 @@ def cluster(tmp_path, monkeypatch):
             self.wfile.write(json.dumps(body).encode())
 
         def do_POST(self):
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.do_GET()
+            review = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked = review["spec"]["resourceAttributes"]
+            del asked["group"]
+            self.answer({"status": {"allowed": answers[self.path](**asked)}})
 
         def log_message(self, *_):
             pass
@@ -278,7 +294,7 @@ def findings(**settings):
 def test_a_healthy_cluster_is_well(cluster):
     found = findings()
     assert {finding.status for finding in found.values()} == {"ok"}, found
-    assert len(found) == 15
+    assert len(found) == 16
 
 
 @pytest.fixture
@@ -389,7 +405,19 @@ ILL = {
         "Flyte's authentication",
         "off: anyone who reaches flyteadmin can",
     ),
-    "no right": (REVIEWS, {"status": {"allowed": False}}, "Flyte's rights", "may not create pytorchjobs"),
+    "no view": (REVIEWS, without(("watch", "pods")), "Flyte's rights", "may not watch pods in all namespaces"),
+    "too many rights": (
+        REVIEWS,
+        lambda **_: True,
+        "Flyte's rights",
+        "may get secrets and create pods in all namespaces, which Flyte does not need",
+    ),
+    "no right": (
+        REVIEWS,
+        without(("create", "pytorchjobs")),
+        "team: Flyte's rights",
+        "may not create pytorchjobs here",
+    ),
     "no operator": (DEPLOYMENTS, {"items": []}, "training operator", "no training operator runs"),
     "no jobs": (DEFINITIONS, {"items": []}, "training operator", "there are no PyTorchJobs"),
     "Trainer 2": (

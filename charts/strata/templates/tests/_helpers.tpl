@@ -20,7 +20,7 @@
   "tenants" $tenants
   "queue_required" $.Values.queues.required
   "kueue_config" (list $kueue.namespace $kueue.configMap)
-  "flyte" (list .flyte.namespace .flyte.serviceAccount)
+  "flyte" (list $.Values.flyte.namespace $.Values.flyte.serviceAccount)
   "image" (include "strata.image" $)
   "python" .python
   "job_resources" .job.resources
