@@ -46,7 +46,7 @@ class Step:
     tokens: int
     metrics: dict[str, float]
     told: list[dict[str, Any]]
-    """This rank's answers to its first prompt, with their rewards, to be read."""
+    """This rank's answers to its first prompt, with the rewards that are learned from, to be read."""
 
 
 @dataclass(frozen=True)
@@ -133,25 +133,11 @@ class Rollout:
         if self._ahead is not None:
             self._rewards.begin(self._ahead.answers)
         ended = time.monotonic()
-        answers, samples = drawn.answers, drawn.samples
-        table = self._table(prompts, samples, values)
+        table = self._table(prompts, drawn.samples, values)
         seconds = drawn.seconds, generated - started, ended - generated, ended - self._ended
         self._ended = ended
         of_all, longest = _gathered(table, torch.tensor(seconds, dtype=torch.float64), processes)
-        told = [
-            {
-                "prompt": answers.prompts[index],
-                "answer": answers.completions[index],
-                "finished": sample.finished,
-                "reward": float(table[index, 1]),
-                "rewards": {
-                    term.title: own[index] for term, own in zip(self._settings.rewards, values, strict=True)
-                },
-            }
-            for index, (prompt, sample) in enumerate(zip(prompts, samples, strict=True))
-            if prompt.token_ids == prompts[0].token_ids
-        ]  # fmt: skip
-        return self._step(prompts, samples, of_all, longest, told, staleness)
+        return self._step(drawn, values, of_all, longest, staleness)
 
     def _draw(self, prompts: Sequence[Prompt]) -> Drawn:
         began = time.monotonic()
@@ -173,15 +159,9 @@ class Rollout:
         return torch.tensor(rows, dtype=torch.float64)
 
     def _step(
-        self,
-        prompts: list[Prompt],
-        samples: list[Sample],
-        table: Tensor,
-        seconds: Tensor,
-        told: list[dict[str, Any]],
-        staleness: int,
+        self, drawn: Drawn, own: list[list[float | None]], table: Tensor, seconds: Tensor, staleness: int
     ) -> Step:
-        settings = self._settings
+        settings, prompts, samples = self._settings, drawn.prompts, drawn.samples
         table = table[table[:, 0].argsort()]
         numbers, rewards, lengths, finished = table[:, :4].unbind(1)
         groups = rewards.view(-1, settings.group_size)
@@ -192,12 +172,23 @@ class Rollout:
         signal = (groups != groups[:, :1]).any(1).repeat_interleave(settings.group_size)
         kept = signal if settings.filter_groups else torch.ones_like(signal)
         learned = kept & (finished.bool() | (settings.overlong != "mask"))
+        places = {int(number): place for place, number in enumerate(numbers.tolist())}
+        told = [
+            {
+                "prompt": drawn.answers.prompts[index],
+                "answer": drawn.answers.completions[index],
+                "finished": sample.finished,
+                "reward": float(rewards[places[prompt.answer or 0]]),
+                "rewards": {term.title: of[index] for term, of in zip(settings.rewards, own, strict=True)},
+            }
+            for index, (prompt, sample) in enumerate(zip(prompts, samples, strict=True))
+            if prompt.token_ids == prompts[0].token_ids
+        ]
         order = sorted(
             range(len(prompts)),
             key=lambda index: -len(prompts[index].token_ids) - samples[index].token_ids.numel(),
         )  # fmt: skip
         prompts, samples = [prompts[index] for index in order], [samples[index] for index in order]
-        places = {int(number): place for place, number in enumerate(numbers.tolist())}
         mine = torch.tensor([places[prompt.answer or 0] for prompt in prompts])
         values = table[:, 4:]
         metrics = {

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from strata_platform.spec.objectives import RewardTerm
+from tasks.runtime.rewards.process_tree import end_group
 from tasks.runtime.rewards.reward_process import GIVEN
 
 # Columns of rows that a function does not get as such: it gets `prompts`.
@@ -22,6 +25,8 @@ _NOT_PASSED = frozenset({*GIVEN, "prompt"})
 _SCRIPT = Path(__file__).parent / "reward_process.py"
 # To import the function: its module may load other libraries.
 _START_SECONDS = 120.0
+# Between the end of a connection and that of its process.
+_END_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,8 @@ class RewardFunction:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._asked: Answers | None = None
+        # Of the last request: its reply has the same number.
+        self._number = 0
         self._start()
 
     def require_columns(self, columns: set[str]) -> None:
@@ -105,15 +112,16 @@ class RewardFunction:
             where = "" if row is None else f" for {answers.where[row]}, answer {answers.completions[row][:80]!r}"
             raise ValueError(f"{self._field}: {self._term.function!r} raised an error{where}: {reply['error']}")
         found: list[float | None] = reply["rewards"]
+        assert len(found) == len(answers)
         return found
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, and those that the function has started."""
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            end_group(self._process)
+            self._finalizer.detach()
         self._process = self._connection = None
 
     def _start(self) -> None:
@@ -125,11 +133,14 @@ class RewardFunction:
             pass_fds=[theirs.fileno()],
             env=environment,
             stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )
         theirs.close()
         self._connection = ours
-        weakref.finalize(self, _end, self._process)
-        self._send({"load": self._term.function, "arguments": self._term.arguments})
+        self._finalizer = weakref.finalize(self, _end, self._process, os.getpid())
+        self._send({
+            "load": self._term.function, "arguments": self._term.arguments, "seconds": self._term.seconds,
+        })  # fmt: skip
         self._takes = self._receive(_START_SECONDS, "to be imported")
         if self._takes["outcome"] == "error":
             self.close()
@@ -142,20 +153,26 @@ class RewardFunction:
     def _send(self, request: dict[str, Any]) -> None:
         assert self._connection is not None
         try:
-            self._connection.send_bytes(json.dumps(request).encode())
+            self._number += 1
+            self._connection.send_bytes(json.dumps({**request, "number": self._number}).encode())
         except OSError:
             # The process has ended, which `_receive` tells.
             return
 
     def _receive(self, seconds: float, what: str) -> dict[str, Any]:
         assert self._connection is not None and self._process is not None
+        until = time.monotonic() + seconds
         try:
-            if self._connection.poll(seconds):
+            while self._connection.poll(max(until - time.monotonic(), 0.0)):
                 reply: dict[str, Any] = json.loads(self._connection.recv_bytes())
-                return reply
+                if reply["number"] == self._number:
+                    return reply
         except (EOFError, OSError):
-            code = self._process.wait()
+            process = self._process
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END_SECONDS)
             self.close()
+            code = process.returncode
             raise ValueError(
                 f"{self._field}: the process of {self._term.function!r} ended with {code}; its output is in the log"
             ) from None
@@ -166,7 +183,7 @@ class RewardFunction:
         )
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.kill()
-        process.wait()
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    # A fork of the owner ends, too.
+    if os.getpid() == owner:
+        end_group(process)

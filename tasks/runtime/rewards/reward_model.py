@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -30,7 +31,7 @@ class RewardModel:
         assert term.model is not None
         require_reward_model(term, number)
         self._tokenizer = AutoTokenizer.from_pretrained(term.model, trust_remote_code=False)
-        self._device = device
+        self._device, self._field = device, f"objective.rewards[{number}].model"
         try:
             self._model: Any = _frozen(term.model, device)
         except ValueError as error:
@@ -46,7 +47,10 @@ class RewardModel:
 
     @torch.no_grad()
     def score(self, answers: Answers) -> list[float | None]:
-        """The score of each answer."""
+        """The score of each answer.
+
+        Raises ValueError for a score that is no finite number.
+        """
         rows = [self._ids(prompt, text) for prompt, text in zip(answers.prompts, answers.completions, strict=True)]
         pad = self._model.config.pad_token_id
         found: list[float | None] = [None] * len(rows)
@@ -58,6 +62,11 @@ class RewardModel:
             mask = torch.tensor([[1] * len(rows[index]) + [0] * (longest - len(rows[index])) for index in chosen])
             scores = self._model(input_ids=ids.to(self._device), attention_mask=mask.to(self._device)).logits[:, 0]
             for index, score in zip(chosen, scores.float().tolist(), strict=True):
+                if not math.isfinite(score):
+                    raise ValueError(
+                        f"{self._field} gives {score} to {answers.where[index]}, answer "
+                        f"{answers.completions[index][:80]!r}; check its weights and its dtype"
+                    )
                 found[index] = score
         return found
 

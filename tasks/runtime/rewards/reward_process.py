@@ -4,31 +4,41 @@ Its argument is the number of a socket. Over it the process gets requests as JSO
 function is other people's code, and nothing that its process sends is unpickled.
 """
 
-import ctypes
 import inspect
 import json
 import math
+import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
 GIVEN = ("prompts", "completions", "completion_ids")
 """What a function is called with beside columns."""
-_DIE_WITH_PARENT = 1
 # Of a call, to find the answer that a function raised an error for. Functions have a second at least.
 _SEARCH_UNTIL = 0.5
+# Of the term's seconds, what functions that ship with Strata take at most: the rest is for their reply.
+_SHARE_OF_SHIPPED = 0.8
+
+
+class NoRewardsError(TypeError):
+    """A function returned something else than a list of numbers, whatever the answers are."""
+
+
+def is_shipped(name: str) -> bool:
+    """Whether it is the name of a function of ours: others have a module."""
+    return ":" not in name
 
 
 def load(name: str) -> Callable[..., Any]:
     """The function of that name: one that ships with Strata, or `module:function`."""
-    from tasks.runtime.rewards.functions import SHIPPED
+    if is_shipped(name):
+        from tasks.runtime.rewards.functions import SHIPPED
 
-    if name in SHIPPED:
         return SHIPPED[name]
     module, _, attribute = name.partition(":")
     found = getattr(import_module(module), attribute, None)
@@ -59,16 +69,25 @@ def parameters(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[
 def call(function: Callable[..., Any], values: dict[str, Any], arguments: dict[str, Any], count: int) -> list[Any]:
     """The rewards of `count` answers, each a finite number or None. Raises what the function raises."""
     rewards = function(**values, **arguments)
+    if isinstance(rewards, str | bytes | Mapping | Set):
+        # Their items can be read as numbers, or are in another order than the answers.
+        raise NoRewardsError(f"it returned {type(rewards).__name__} {rewards!r:.80}, not a list of numbers")
     try:
-        found = [None if each is None else float(each) for each in rewards]
+        found = [None if each is None else _number(each) for each in rewards]
     except TypeError as error:
-        raise TypeError(f"it returned {type(rewards).__name__}, not a list of numbers: {error}") from error
+        raise NoRewardsError(f"it returned {type(rewards).__name__}, not a list of numbers: {error}") from error
     if len(found) != count:
         raise ValueError(f"it returned {len(found)} rewards for {count} answers")
     bad = [each for each in found if each is not None and not math.isfinite(each)]
     if bad:
         raise ValueError(f"it returned {bad[0]}, which is no finite number")
     return found
+
+
+def _number(reward: Any) -> float:
+    if isinstance(reward, str | bytes):
+        raise TypeError(f"{reward!r:.80} is {type(reward).__name__}")
+    return float(reward)
 
 
 def culprit(
@@ -119,8 +138,12 @@ def said(error: BaseException) -> str:
 
 def main() -> None:
     """Answer requests until the other end is closed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    from tasks.runtime.rewards.process_tree import adopt_orphans, die_with_parent
+
+    die_with_parent()
+    # So that what a function starts can be found, and ended with this process.
+    adopt_orphans()
+    own = os.getpid()
     connection = Connection(int(sys.argv[1]))
     function: Callable[..., Any] | None = None
     arguments: dict[str, Any] = {}
@@ -132,6 +155,8 @@ def main() -> None:
             arguments = request["arguments"]
             function = load(request["load"])
             takes = parameters(function, arguments)
+            if is_shipped(request["load"]) and "total_seconds" in takes["names"]:
+                arguments = {"total_seconds": _SHARE_OF_SHIPPED * request["seconds"], **arguments}
             return takes
         assert function is not None
         count = request["count"]
@@ -143,8 +168,12 @@ def main() -> None:
         try:
             return {"rewards": call(function, values, arguments, count)}
         except Exception as error:
-            left = _SEARCH_UNTIL - (time.monotonic() - began)
-            row = 0 if count == 1 else culprit(function, values, arguments, count, error, left)
+            row = getattr(error, "row", None)
+            if isinstance(error, NoRewardsError):
+                row = None
+            elif not isinstance(row, int) or not 0 <= row < count:
+                left = _SEARCH_UNTIL - (time.monotonic() - began)
+                row = 0 if count == 1 else culprit(function, values, arguments, count, error, left)
             return {"outcome": "error", "row": row, "error": said(error)}
 
     while True:
@@ -156,7 +185,10 @@ def main() -> None:
             reply = {"outcome": "done", **answer(request)}
         except Exception as error:
             reply = {"outcome": "error", "row": None, "error": said(error)}
-        connection.send_bytes(json.dumps(reply).encode())
+        if os.getpid() != own:
+            # A copy that the function has forked, and in which it has returned, too.
+            os._exit(0)
+        connection.send_bytes(json.dumps({**reply, "number": request["number"]}).encode())
 
 
 if __name__ == "__main__":

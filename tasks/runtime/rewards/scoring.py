@@ -10,6 +10,7 @@ from strata_platform.spec.objectives import RewardTerm
 from strata_platform.spec.run_spec import Objective
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.prompts import known_of
+from tasks.runtime.rewards.functions import RowError, tests_of
 from tasks.runtime.rewards.reward_function import Answers, RewardFunction
 from tasks.runtime.rewards.reward_model import RewardModel, require_reward_model
 
@@ -70,7 +71,7 @@ def require_rewards(objective: Objective) -> None:
 
 
 def require_reward_columns(objective: Objective, data: PreparedData) -> None:
-    """Raises ValueError if the rows lack a column that a reward needs."""
+    """Raises ValueError if the rows lack a column that a reward needs, or have tests that cannot be used."""
     if objective.type != "grpo":
         return
     columns = known_of(data.train[0])["columns"]
@@ -81,3 +82,17 @@ def require_reward_columns(objective: Objective, data: PreparedData) -> None:
                 function.require_columns({*columns})
             finally:
                 function.close()
+        if term.function == "unit_tests":
+            _require_tests(term, number, data)
+
+
+def _require_tests(term: RewardTerm, number: int, data: PreparedData) -> None:
+    column = str(term.arguments.get("column", "tests"))
+    # Of rows that are still being prepared, the first alone.
+    for rows, count in ((data.train, data.rows or 1), (data.validation, data.manifest.validation.rows or 0)):
+        for index in range(count):
+            known = known_of(rows[index])
+            try:
+                tests_of(known["columns"].get(column), column, index)
+            except RowError as error:
+                raise ValueError(f"objective.rewards[{number}]: {known['where']}: {error}") from None

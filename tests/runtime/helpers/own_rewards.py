@@ -1,5 +1,7 @@
 """Reward functions of a user's, for tests."""
 
+import os
+import subprocess
 import time
 
 
@@ -51,3 +53,29 @@ def fails_together(completions, **columns):
 def sometimes(completions, prompts, **columns):
     """No value for prompts that begin late in the alphabet."""
     return [None if prompt > "d" else 2.0 for prompt in prompts]
+
+
+def returns_text(completions, **columns):
+    """Characters that can be read as numbers."""
+    return "1" * len(completions)
+
+
+def returns_mapping(completions, **columns):
+    return {str(number): 1.0 for number in range(len(completions))}
+
+
+def returns_texts(completions, **columns):
+    return ["1"] * len(completions)
+
+
+def forks(completions, **columns):
+    """Returns in two processes."""
+    os.fork()
+    return [1.0] * len(completions)
+
+
+def leaves_processes(completions, folder, **columns):
+    """In its session, and outside of it; then takes for ever."""
+    for new in (False, True):
+        subprocess.Popen(["sleep", "600"], cwd=folder, start_new_session=new)
+    time.sleep(60)

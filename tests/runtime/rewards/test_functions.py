@@ -1,10 +1,22 @@
 """The rewards that ship, on answers as models write them."""
 
 import json
+import time
 
 import pytest
 
-from tasks.runtime.rewards.functions import SHIPPED, exact_match, json_schema, last_number, numeric, regex, unit_tests
+from tasks.runtime.rewards.functions import (
+    SHIPPED,
+    RowError,
+    block_of,
+    exact_match,
+    json_schema,
+    last_number,
+    numeric,
+    regex,
+    text_of,
+    unit_tests,
+)
 
 
 def message(text):
@@ -80,6 +92,65 @@ def test_unit_tests_run_the_last_block():
     ]
     assert unit_tests(answers, tests=[tests] * 4) == [1.0, 0.0, 0.0, 1.0]
     assert unit_tests(["x"], tests=[None]) == [None]
+
+
+def test_tests_may_be_a_list_of_statements():
+    answers = ["def double(n):\n    return 2 * n", "def double(n):\n    return n"]
+    tests = ["assert double(0) == 0", "assert double(2) == 4"]
+    assert unit_tests(answers, column="test_list", test_list=[tests] * 2) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("nothing", [None, "", " \n", [], [""]])
+def test_a_row_without_tests_has_no_value(nothing):
+    assert unit_tests(["x = 1"], tests=[nothing]) == [None]
+
+
+@pytest.mark.parametrize(
+    ("tests", "said"),
+    [
+        ({"test": "assert f()"}, r"'tests' holds \{'test'.*takes Python as text, or a list of texts"),
+        ([1], "takes Python as text"),
+        ("def check(candidate):\n    assert candidate() == 1", r"any answer would pass; add a line .*`check\(NAME\)`"),
+        ("N = {'a': 1}\nimport os\nclass T:\n    pass", "any answer would pass"),
+        ("['assert f() == 1']", "any answer would pass"),
+        ("assert f( == 1", "is no Python: .*correct the row"),
+    ],
+    ids=["object", "number", "definition", "constants", "list-as-text", "syntax"],
+)
+def test_tests_that_cannot_fail_are_refused(tests, said):
+    with pytest.raises(RowError, match=said) as raised:
+        unit_tests(["x", "x"], tests=["assert x", tests])
+    assert raised.value.row == 1
+
+
+def test_answers_without_a_turn_have_no_value(capsys):
+    answers = ["import time\ntime.sleep(600)"] * 40
+    assert unit_tests(answers, total_seconds=0.3, tests=["assert True"] * 40) == [None] * 40
+    assert "unit_tests: 40 of 40 answers had no turn within 0.3 s" in capsys.readouterr().err
+
+
+def test_json_that_python_cannot_compare_is_wrong():
+    pytest.importorskip("jsonschema")
+    nested = {"$ref": "#/$defs/n", "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}}
+    assert json_schema(["[" * 500 + "]" * 500, "[[]]"], schema=nested) == [0.0, 1.0]
+    numbers = ["1e999", "9" * 4000, "1.5"]
+    assert json_schema(numbers, schema={"type": "number", "multipleOf": 0.5}) == [0.0, 0.0, 1.0]
+
+
+def test_an_expression_that_takes_for_ever_does_not_match(capsys):
+    assert regex(["a" * 60, "aab"], pattern="(a+)+b") == [0.0, 1.0]
+    assert "regex: 1 of 2 answers took more than 1 s and have 0" in capsys.readouterr().err
+
+
+def test_blocks_are_found_in_linear_time():
+    began = time.process_time()
+    assert block_of("`" * 10**6) == "`" * 10**6
+    assert time.process_time() - began < 5
+    assert block_of("```\na\n```\n```py\nb\n```\n```c") == "b\n"
+
+
+def test_the_text_of_contents_in_parts():
+    assert text_of([{"content": [{"type": "text", "text": "a"}, {"type": "image"}, "b"]}, {"content": None}]) == "ab"
 
 
 def test_each_is_known_to_the_spec():

@@ -1,9 +1,20 @@
 """Functions of a user's in processes of their own: what they get, and what is said of those that fail."""
 
+import json
+import os
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from strata_platform.spec.objectives import RewardTerm
+from tasks.runtime.data.dataset import COLUMNS
 from tasks.runtime.rewards.reward_function import Answers, RewardFunction
+from tasks.runtime.rewards.scoring import require_reward_columns
 
 OWN = "tests.runtime.helpers.own_rewards:"
 ANSWERS = Answers(
@@ -64,6 +75,12 @@ def test_completions_of_chats_are_messages():
         ("fails_together", r"fails_together' raised an error: KeyError: 'all of them'"),
         ("returns_nan", "nan, which is no finite number"),
         ("ends", "ended with 3"),
+        (
+            "returns_text",
+            r"returns_text' raised an error: NoRewardsError: it returned str '111', not a list of numbers",
+        ),
+        ("returns_mapping", r"it returned dict \{'0': 1.0"),
+        ("returns_texts", r"it returned list, not a list of numbers: '1' is str"),
     ],
 )
 def test_an_error_names_function_row_and_exception(name, said):
@@ -103,3 +120,45 @@ def test_a_missing_column_is_named():
     with pytest.raises(ValueError, match=r"rewards\[1\].*needs the column 'solution'"):
         shipped.require_columns({"prompt", "answer"})
     shipped.close()
+
+
+def test_a_function_that_forks_answers_once():
+    made = function("forks")
+    for count in (3, 1, 2):
+        cut = replace(ANSWERS, **{name: value[:count] for name, value in vars(ANSWERS).items()})
+        made.begin(cut)
+        assert made.finish() == [1.0] * count
+    made.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+def test_what_a_slow_function_has_started_ends_with_it(tmp_path):
+    with pytest.raises(ValueError, match="took more than 2 s"):
+        score("leaves_processes", seconds=2, arguments={"folder": str(tmp_path)})
+    left = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            left += [process] if os.readlink(process / "cwd") == str(tmp_path) else []
+    assert not left
+
+
+def test_endless_answers_do_not_end_a_run():
+    endless = replace(
+        ANSWERS, completions=["while True: pass"] * 3, columns=[{"tests": "assert True"}] * 3
+    )  # fmt: skip
+    assert {*score("unit_tests", endless, seconds=2, arguments={"seconds": 60})} == {None}
+
+
+def test_tests_that_cannot_fail_are_found_before_training():
+    def row(tests):
+        known = {"prompt": "a", "columns": {"tests": tests}, "where": f"rows.jsonl:{len(tests)}"}
+        return {COLUMNS: torch.tensor([*json.dumps(known).encode()], dtype=torch.uint8)}
+
+    rows = [row("assert f()"), row("def check(f): assert f()")]
+    split = SimpleNamespace(rows=0)
+    data = SimpleNamespace(train=rows, rows=2, validation=[], manifest=SimpleNamespace(validation=split))
+    objective = SimpleNamespace(type="grpo", rewards=[RewardTerm(function="unit_tests")])
+    with pytest.raises(ValueError, match=r"rewards\[0\]: rows.jsonl:24: the column 'tests' holds 'def check"):
+        require_reward_columns(objective, data)
+    data.train, data.rows = rows[:1], 1
+    require_reward_columns(objective, data)

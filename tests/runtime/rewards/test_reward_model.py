@@ -84,3 +84,13 @@ def test_padding_may_be_the_first_token(folder, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     made = RewardModel(RewardTerm(model=str(tmp_path)), 0, torch.device("cpu"))
     assert made._model.config.pad_token_id == 0 != tokenizer.eos_token_id
+
+
+def test_a_score_that_is_no_number_names_the_row(folder, tmp_path):
+    model = LlamaForSequenceClassification.from_pretrained(folder)
+    torch.nn.init.constant_(model.score.weight, float("nan"))
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+    made = RewardModel(RewardTerm(model=str(tmp_path)), 2, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"objective.rewards\[2\].model gives nan to rows:1, answer ' yes'"):
+        made.score(Answers(["One"], [" yes"], [[1]], [{}], ["rows:1"]))
