@@ -91,7 +91,9 @@ def run_tests(code: str, tests: str, seconds: float, memory_mib: int, until: flo
         finally:
             # The supervisor's end is the init's, too.
             process.kill()
-            process.communicate()
+            # Closes the pipes, also that of a request which was not read, and waits.
+            with process:
+                pass
     finally:
         _remove(folder)
     if written == _WITH_NETWORK:

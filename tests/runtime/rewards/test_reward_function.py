@@ -1,20 +1,15 @@
 """Functions of a user's in processes of their own: what they get, and what is said of those that fail."""
 
-import json
 import os
 import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from strata_platform.spec.objectives import RewardTerm
-from tasks.runtime.data.dataset import COLUMNS
 from tasks.runtime.rewards.reward_function import Answers, RewardFunction
-from tasks.runtime.rewards.scoring import require_reward_columns
 
 OWN = "tests.runtime.helpers.own_rewards:"
 ANSWERS = Answers(
@@ -143,22 +138,9 @@ def test_what_a_slow_function_has_started_ends_with_it(tmp_path):
 
 
 def test_endless_answers_do_not_end_a_run():
-    endless = replace(
-        ANSWERS, completions=["while True: pass"] * 3, columns=[{"tests": "assert True"}] * 3
-    )  # fmt: skip
-    assert {*score("unit_tests", endless, seconds=2, arguments={"seconds": 60})} == {None}
-
-
-def test_tests_that_cannot_fail_are_found_before_training():
-    def row(tests):
-        known = {"prompt": "a", "columns": {"tests": tests}, "where": f"rows.jsonl:{len(tests)}"}
-        return {COLUMNS: torch.tensor([*json.dumps(known).encode()], dtype=torch.uint8)}
-
-    rows = [row("assert f()"), row("def check(f): assert f()")]
-    split = SimpleNamespace(rows=0)
-    data = SimpleNamespace(train=rows, rows=2, validation=[], manifest=SimpleNamespace(validation=split))
-    objective = SimpleNamespace(type="grpo", rewards=[RewardTerm(function="unit_tests")])
-    with pytest.raises(ValueError, match=r"rewards\[0\]: rows.jsonl:24: the column 'tests' holds 'def check"):
-        require_reward_columns(objective, data)
-    data.train, data.rows = rows[:1], 1
-    require_reward_columns(objective, data)
+    rows = [{"tests": "assert True"}] * 3
+    endless = replace(ANSWERS, completions=["while True: pass"] * 3, columns=rows)
+    made = RewardFunction(RewardTerm(function="unit_tests", seconds=2, arguments={"seconds": 60}), 0)
+    made.begin(endless)
+    assert made.finish() == [None] * 3
+    made.close()
