@@ -21,8 +21,6 @@ GIVEN = ("prompts", "completions", "completion_ids")
 """What a function is called with beside columns."""
 # Of a call, to find the answer that a function raised an error for. Functions have a second at least.
 _SEARCH_UNTIL = 0.5
-# Of the term's seconds, what functions that ship with Strata take at most: the rest is for their reply.
-_SHARE_OF_SHIPPED = 0.8
 
 
 class NoRewardsError(TypeError):
@@ -156,7 +154,7 @@ def main() -> None:
             function = load(request["load"])
             takes = parameters(function, arguments)
             if is_shipped(request["load"]) and "total_seconds" in takes["names"]:
-                arguments = {"total_seconds": _SHARE_OF_SHIPPED * request["seconds"], **arguments}
+                arguments = {"total_seconds": request["seconds"], **arguments}
             return takes
         assert function is not None
         count = request["count"]

@@ -140,7 +140,7 @@ def test_what_a_slow_function_has_started_ends_with_it(tmp_path):
 def test_endless_answers_do_not_end_a_run():
     rows = [{"tests": "assert True"}] * 3
     endless = replace(ANSWERS, completions=["while True: pass"] * 3, columns=rows)
-    made = RewardFunction(RewardTerm(function="unit_tests", seconds=2, arguments={"seconds": 60}), 0)
+    made = RewardFunction(RewardTerm(function="unit_tests", seconds=1, arguments={"seconds": 60}), 0)
     made.begin(endless)
     assert made.finish() == [None] * 3
     made.close()
