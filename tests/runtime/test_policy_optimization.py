@@ -106,6 +106,17 @@ RUNS = {
         {"loss_type": "cispo", "num_iterations": 2, "epsilon_high": 1.01},
     ),
     "sapo": ({"loss": "sapo", "num_iterations": 2}, {"loss_type": "sapo", "num_iterations": 2}),
+    # What the ratio has of the steps since is not in the weight.
+    "importance": (
+        {"loss": "dapo", "num_iterations": 2, "epsilon": 0.02, "importance_cap": 1.05},
+        {
+            "loss_type": "dapo",
+            "num_iterations": 2,
+            "epsilon": 0.02,
+            "vllm_importance_sampling_mode": "token_truncate",
+            "vllm_importance_sampling_clip_max": 1.05,
+        },
+    ),
     "mask": ({"loss": "dapo", "overlong": "mask"}, {"loss_type": "dapo", "mask_truncated_completions": True}),
 }
 
@@ -139,6 +150,9 @@ def by_trl(output, steps, options):
             reward_funcs=own_rewards.varied, args=args, train_dataset=Dataset.from_list(rows),
             processing_class=AutoTokenizer.from_pretrained(output / "pretrained"), rollout_func=rollout,
         )  # fmt: skip
+        if "vllm_importance_sampling_mode" in options:
+            # It corrects for vLLM alone, which has given the answers for all that it knows.
+            trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, mock.Mock(), -1
         trainer.train()
     return [(point["loss"], point["grad_norm"]) for point in trainer.state.log_history if "loss" in point]
 
@@ -148,7 +162,17 @@ def by_trl(output, steps, options):
 def test_losses_and_norms_are_those_of_trl(output, name):
     objective, options = RUNS[name]
     spec = spec_of(output, name.replace("_", "-"), objective)
-    steps = recorded(spec)
+    generate = EmbeddedGenerator.generate
+
+    def inexactly(self, *arguments):
+        """As an engine that computes other log-probabilities."""
+        return [
+            sample._replace(log_probs=sample.log_probs + 0.1 * torch.arange(len(sample.log_probs)).sin())
+            for sample in generate(self, *arguments)
+        ]
+
+    with mock.patch.object(EmbeddedGenerator, "generate", inexactly):
+        steps = recorded(spec)
     assert len(steps) == -(-STEPS // spec.objective.num_iterations)
     found = [(loss, norm) for _, loss, norm, *_ in curve(spec)]
     expected = by_trl(output, steps, options)
@@ -216,6 +240,42 @@ def test_a_run_that_is_killed_while_it_generates_continues_with_the_same_bits(ou
     assert losses(cut) == losses(whole)
     # Those of a step may be there twice: the checkpoint that had it may not have been complete.
     assert {step: found[-GROUP:] for step, found in answers(cut).items()} == answers(whole)
+
+
+@pytest.mark.parametrize(
+    ("iterations", "every", "groups"), [(1, 2, [0, 1, 2, 3, 3, 4]), (2, 4, [0, 0, 1, 1, 2, 2, 3, 3, 3, 3, 4, 4])]
+)
+def test_after_a_rollback_the_weights_of_the_checkpoint_answer(output, iterations, every, groups):
+    """The step after a checkpoint is bad, which is noticed at the next one, when the prompts that come after those
+    that are skipped have been answered. The run continues as one that resumes from the checkpoint.
+    """
+    steps, bad = 2 * every, every + 1
+    spec = spec_of(
+        output, f"back-{iterations}", {"num_iterations": iterations},
+        training={"steps": steps, "micro_batch_size": GROUP}, checkpoint={"every": every},
+        tracking={"log_every": steps}, faults={"nonfinite": "rollback"},
+    )  # fmt: skip
+    read, plain_batches, plain_loss = [], Grpo.step_batches, Grpo.micro_batch_loss
+
+    def step_batches(self, model, batches, processes):
+        found = plain_batches(self, model, batches, processes)
+        read.append(self._asked[0] // GROUP)
+        return found
+
+    def micro_batch_loss(self, *arguments):
+        share = plain_loss(self, *arguments)
+        return share._replace(loss=share.loss * (torch.nan if len(read) == bad else 1.0))
+
+    with (
+        mock.patch.object(Grpo, "step_batches", step_batches),
+        mock.patch.object(Grpo, "micro_batch_loss", micro_batch_loss),
+    ):
+        assert train_spec(spec).rollbacks == 1
+        assert read == groups
+        train_spec(spec, step=every)
+    assert read[len(groups) :] == groups[-every:]
+    assert len(losses(spec, 1)) == every and losses(spec, 1) == losses(spec)[-every:]
+    assert losses(spec, 0)[-every:] == losses(spec, 1)
 
 
 def test_frameworks_and_micro_batches_do_not_change_a_step(output):

@@ -347,12 +347,17 @@ class RunSpec(Section):
         return training.micro_batch_size * training.gradient_accumulation_steps * self.dp_size
 
     @property
+    def steps_of_rows(self) -> int:
+        """Optimizer steps, one after the other, that read the same rows."""
+        return self.objective.num_iterations if isinstance(self.objective, Grpo) else 1
+
+    @property
     def steps_per_row(self) -> float:
         """Optimizer steps that a row of the data takes part in, as a fraction: rows that are prompts have a group of
         answers, and several steps learn from them.
         """
         if isinstance(self.objective, Grpo):
-            return self.objective.group_size * self.objective.num_iterations / self.rows_per_step
+            return self.objective.group_size * self.steps_of_rows / self.rows_per_step
         return 1 / self.rows_per_step
 
     @property

@@ -29,7 +29,7 @@ _MAX_WORKERS = 8
 _NUMBERS = range(1 << 62)
 
 DataSkip = tuple[int, int]
-"""(step, n): after this step, the data of the next n steps is skipped."""
+"""(step, n): after this step, the data of the next n steps is skipped. Steps that read the same rows are not split."""
 
 
 def data_step(done: int, data_skips: Sequence[DataSkip]) -> int:
@@ -55,10 +55,7 @@ def spans_read(done: int, rows: int, data_skips: Sequence[DataSkip] = ()) -> lis
 
 
 class MicroBatchSampler(Sampler[list[int]]):
-    """Batch sampler of this rank's micro-batches from step `start` + 1 to step `stop`.
-
-    steps_of_rows: steps, one after the other, that read the same rows.
-    """
+    """Batch sampler of this rank's micro-batches from step `start` + 1 to step `stop`."""
 
     def __init__(
         self,
@@ -69,9 +66,8 @@ class MicroBatchSampler(Sampler[list[int]]):
         start: int,
         stop: int,
         data_skips: Sequence[DataSkip] = (),
-        steps_of_rows: int = 1,
     ) -> None:
-        self._order, self._steps_of_rows = order, steps_of_rows
+        self._order, self._steps_of_rows = order, spec.steps_of_rows
         self._size, self._per_step = spec.training.micro_batch_size, spec.training.gradient_accumulation_steps
         self._processes, self._start, self._stop, self._data_skips = processes, start, stop, data_skips
 
@@ -125,17 +121,13 @@ def training_loader(
         workers = min(_MAX_WORKERS, available_cpus() // spec.topology.nproc_per_node - 1) if decodes_media else 0
     order = row_order(data.manifest, rows, spec.data, spec.seed)
     dataset: Dataset[Row] = rows
-    steps_of_rows = 1
     if isinstance(spec.objective, Grpo):
         # Several rows of a step are one prompt.
         dataset, order = AnswerRows(rows, order, spec.objective.group_size), _NUMBERS
-        steps_of_rows = spec.objective.num_iterations
     elif generates(spec.objective):
         # Numbers of rows decide what the model writes for them.
         dataset, order = AnswerRows(rows, order, 1), _NUMBERS
-    sampler = MicroBatchSampler(
-        spec, processes, order, start=start, stop=stop, data_skips=data_skips, steps_of_rows=steps_of_rows
-    )
+    sampler = MicroBatchSampler(spec, processes, order, start=start, stop=stop, data_skips=data_skips)
     return TimedDataLoader(
         dataset,
         batch_sampler=sampler,

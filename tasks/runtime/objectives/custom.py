@@ -95,6 +95,9 @@ class Custom:
         """Return the micro-batches unchanged."""
         return batches
 
+    def rolled_back(self) -> None:
+        """Do nothing: no step depends on another."""
+
     def count(self, batch: Batch) -> Tensor:
         """The number of items."""
         if isinstance(self._objective, TokenObjective):

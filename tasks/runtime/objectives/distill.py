@@ -84,6 +84,11 @@ class Distill:
         """Put answers of the student in the place of those of the data, for `on_policy` of the rows."""
         return batches if self._own is None else self._own.step_batches(batches)
 
+    def rolled_back(self) -> None:
+        """Measure the next step's time from here."""
+        if self._own is not None:
+            self._own.rolled_back()
+
     def count(self, batch: Batch) -> Tensor:
         """The number of target tokens."""
         return target_tokens(batch)

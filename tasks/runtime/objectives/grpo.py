@@ -118,6 +118,12 @@ class Grpo:
                 self._tell(self._step, min(asked))
         return [dict(batch) for batch in self._batches]
 
+    def rolled_back(self) -> None:
+        """Forget the answers: the weights that gave them are gone."""
+        self._step, self._asked, self._batches = None, [], []
+        if self._rollout is not None:
+            self._rollout.rolled_back()
+
     def _upcoming(self, prompts: list[Prompt]) -> list[Prompt]:
         """This rank's prompts of the next step, if their answers are generated in this one.
 
@@ -155,15 +161,17 @@ class Grpo:
         log_probs = found.log_probs.flatten()
         generated = batch["generated"].flatten()
         reference = self._reference_log_probs(model, batch, max_targets) if settings.beta else None
+        # Of the policy that has generated: what it has become since is in the ratio.
+        old = batch["old"].flatten() if "old" in batch else log_probs.detach()
         weights = None
         if (most := settings.largest_weight) is not None:
-            weights = truncated_importance_weights(log_probs, generated, sequences, size, most=most)
+            weights = truncated_importance_weights(old, generated, sequences, size, most=most)
         terms = policy_losses(
             log_probs,
             sequence_sums(batch["advantage"].flatten(), sequences, size),
             sequences,
             loss=settings.loss,
-            old_log_probs=batch["old"].flatten() if "old" in batch else None,
+            old_log_probs=old,
             reference_log_probs=None if reference is None else reference.flatten(),
             importance_weights=weights,
             beta=settings.beta,
@@ -186,7 +194,7 @@ class Grpo:
             of_tokens = {
                 "entropy": found.entropy.flatten(),
                 "clipped": terms.clipped,
-                "generation_difference": (log_probs - generated).abs(),
+                "generation_difference": (old - generated).abs(),
                 **({"kl": terms.kl} if settings.beta else {}),
             }
             metrics = {name: (values * answered).sum() for name, values in of_tokens.items()}

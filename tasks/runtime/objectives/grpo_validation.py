@@ -70,6 +70,9 @@ class GrpoValidation:
         """Return the micro-batches unchanged."""
         return batches
 
+    def rolled_back(self) -> None:
+        """Do nothing: no step depends on another."""
+
     def count(self, batch: Batch) -> Tensor:
         """The number of prompts."""
         return target_tokens(batch) if batch["labels"].is_meta else (batch["labels"] != IGNORE_INDEX).any(-1).sum()

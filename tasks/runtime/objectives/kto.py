@@ -82,6 +82,9 @@ class Kto:
         """Return the micro-batches unchanged."""
         return batches
 
+    def rolled_back(self) -> None:
+        """Do nothing: no step depends on another."""
+
     def count(self, batch: Batch) -> Tensor:
         """The number of answers."""
         return count_answers(batch, 1) + count_answers(batch, -1)

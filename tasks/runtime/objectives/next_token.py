@@ -74,6 +74,9 @@ class NextToken:
         """Return the micro-batches unchanged."""
         return batches
 
+    def rolled_back(self) -> None:
+        """Do nothing: no step depends on another."""
+
     def count(self, batch: Batch) -> Tensor:
         """The number of target tokens."""
         return target_tokens(batch)

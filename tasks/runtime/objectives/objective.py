@@ -85,6 +85,11 @@ class Objective(Protocol):
         ones, or with what the model generates for them. A collective. Evaluation does not call it.
         """
 
+    def rolled_back(self) -> None:
+        """Called on every rank when training has returned to a checkpoint. Drops all that is left of the steps after
+        it, so that the next step is the one of a run that resumes there.
+        """
+
     def count(self, batch: Batch) -> Tensor:
         """Number of items in a micro-batch: an integer scalar on the batch's device."""
 

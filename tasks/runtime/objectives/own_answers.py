@@ -80,6 +80,10 @@ class OwnAnswers:
         self._ended = ended
         return found
 
+    def rolled_back(self) -> None:
+        """Measure the next step's time from here: the return to a checkpoint is no part of it."""
+        self._ended = time.monotonic()
+
     def _batch(self, documents: list[_Document], answers: dict[int, Tensor]) -> Batch:
         return self._collate([self._row(document, answers.get(document.number)) for document in documents])
 

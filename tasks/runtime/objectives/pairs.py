@@ -77,6 +77,9 @@ class PairObjective:
         """Return the micro-batches unchanged."""
         return batches
 
+    def rolled_back(self) -> None:
+        """Do nothing: no step depends on another."""
+
     def count(self, batch: Batch) -> Tensor:
         """The number of pairs."""
         return count_answers(batch, 1)

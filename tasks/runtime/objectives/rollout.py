@@ -119,6 +119,14 @@ class Rollout:
         """Generate with the weights that the model has now. A collective."""
         self._generator.update_weights()
 
+    def rolled_back(self) -> None:
+        """Drop answers that are generated ahead, and measure the next step's time from here."""
+        if self._ahead is not None:
+            # Functions would reply to the next question with what they think of these.
+            self._rewards.finish()
+            self._ahead = None
+        self._ended = time.monotonic()
+
     def run(self, prompts: list[Prompt], processes: Processes, upcoming: Sequence[Prompt] = ()) -> Step:
         """Answer the prompts of this rank, and after them `upcoming`, the prompts of the next call. A collective."""
         started = time.monotonic()

@@ -119,6 +119,10 @@ class CudaGraphs:
         """As the objective."""
         return self._objective.step_batches(model, batches, processes)
 
+    def rolled_back(self) -> None:
+        """As the objective."""
+        self._objective.rolled_back()
+
     def prepare_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
         """As the objective."""
         return self._objective.prepare_validation(model, data, spec)

@@ -325,10 +325,11 @@ class Job:
         self.start = self.newest = checkpoint.step_of(folder)
         self.guard.restore(metadata)
         self.early_stopping.restore(metadata)
-        self.guard.skip_data(self.start, fault)
+        self.guard.skip_data(self.start, fault, self.spec.steps_of_rows)
         self.processes.on_main(lambda: checkpoint.discard_after(self.writer.root, self.start))
         self.writer.update_metadata(folder, self.guard.metadata())
         self.recorder.rolled_back()
+        self.objective.rolled_back()
         if self.processes.is_main:
             log.warning("%s; returning to step %d and skipping the data up to there", fault, self.start)
         self.set_random_states = self.load(folder)

@@ -113,8 +113,9 @@ class StepGuard:
         if back is not None:
             raise back
 
-    def skip_data(self, step: int, fault: RollBack) -> None:
-        """Skip the data from the checkpoint of `step` to the step at fault.
+    def skip_data(self, step: int, fault: RollBack, steps_of_rows: int = 1) -> None:
+        """Skip the data from the checkpoint of `step` to the step at fault, and of further steps that read the same
+        rows as that step, of `steps_of_rows` in all: otherwise later checkpoints would lie between such steps.
 
         Raises:
             ValueError: the run has used all of its `faults.max_rollbacks`.
@@ -126,7 +127,7 @@ class StepGuard:
                 "allows no more. Start again under another name with a lower optimizer.lr or a higher "
                 "schedule.warmup_ratio, look at the data, or raise faults.max_rollbacks and start it again"
             )
-        self.data_skips.append((step, fault.bad - step))
+        self.data_skips.append((step, -(-(fault.bad - step) // steps_of_rows) * steps_of_rows))
 
     def _skip(self, point: MetricPoint, why: str, steps: int) -> None:
         self._skips += 1

@@ -57,7 +57,10 @@ def test_a_process_that_is_late_goes_back_to_what_the_others_do(tmp_path, monkey
         return value
 
     monkeypatch.setattr(Processes, "on_main", lambda self, call: on_main(call))
+    told = []
     job = SimpleNamespace(
+        spec=spec,
+        objective=SimpleNamespace(rolled_back=lambda: told.append("objective")),
         watchdog=SimpleNamespace(expect=lambda *arguments: None),
         writer=CheckpointWriter(tmp_path, None, None, processes, keep_last=2, metadata={}),
         recorder=SimpleNamespace(rolled_back=lambda: None),
@@ -68,7 +71,7 @@ def test_a_process_that_is_late_goes_back_to_what_the_others_do(tmp_path, monkey
     )
     job._newest_checkpoint = partial(Job._newest_checkpoint, job)
     Job._roll_back(job, RollBack(13, "the loss is nan"))
-    assert job.guard.data_skips == [(10, 3)]
+    assert job.guard.data_skips == [(10, 3)] and told == ["objective"]
 
 
 @pytest.mark.parametrize("framework", ["torch", "hf", "lightning"])

@@ -131,6 +131,14 @@ def test_rollback_passes_over_all_that_is_bad_so_often_as_it_may():
         returning.skip_data(4, RollBack(5, "the loss is nan"))
 
 
+@pytest.mark.parametrize(("bad", "skipped"), [(5, 3), (7, 3), (8, 6)])
+def test_steps_that_read_the_same_rows_are_skipped_together(bad, skipped):
+    """Later checkpoints fall between those that read other rows, as they do without a rollback."""
+    returning = guard(nonfinite="rollback")
+    returning.skip_data(4, RollBack(bad, ""), steps_of_rows=3)
+    assert returning.data_skips == [(4, skipped)]
+
+
 def test_of_steps_that_follow_lost_weights_none_is_to_blame():
     returning = guard(nonfinite="rollback")
     with pytest.raises(RollBack, match="step 6: the loss is nan") as caught:
