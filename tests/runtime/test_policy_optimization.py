@@ -243,13 +243,14 @@ def test_a_run_that_is_killed_while_it_generates_continues_with_the_same_bits(ou
 
 
 @pytest.mark.parametrize(
-    ("iterations", "every", "groups"), [(1, 2, [0, 1, 2, 3, 3, 4]), (2, 4, [0, 0, 1, 1, 2, 2, 3, 3, 3, 3, 4, 4])]
+    ("iterations", "every", "bad", "groups"),
+    [(1, 3, 5, [0, 1, 2, 3, 4, 5, 5, 6, 7]), (2, 4, 5, [0, 0, 1, 1, 2, 2, 3, 3, 3, 3, 4, 4])],
 )
-def test_after_a_rollback_the_weights_of_the_checkpoint_answer(output, iterations, every, groups):
-    """The step after a checkpoint is bad, which is noticed at the next one, when the prompts that come after those
-    that are skipped have been answered. The run continues as one that resumes from the checkpoint.
+def test_after_a_rollback_the_weights_of_the_checkpoint_answer(output, iterations, every, bad, groups):
+    """A bad step is noticed at the next checkpoint, when the prompts that come after those that are skipped have been
+    answered by weights that are discarded. The run continues as one that resumes from the last checkpoint.
     """
-    steps, bad = 2 * every, every + 1
+    steps = 2 * every
     spec = spec_of(
         output, f"back-{iterations}", {"num_iterations": iterations},
         training={"steps": steps, "micro_batch_size": GROUP}, checkpoint={"every": every},
