@@ -9,6 +9,7 @@ import yaml
 from kubernetes.utils.quantity import parse_quantity
 
 from strata_platform.chart.values import ChartValues
+from strata_platform.flyte_rights import WATCHED, WRITTEN
 from strata_platform.kubernetes_answers import TASK_LIMITS
 from strata_platform.spec.run_spec import Resources
 from tasks.resources import CONTROL_TASK, PREPARE_TASK, overrides
@@ -195,6 +196,21 @@ def test_flyte_writes_in_the_namespaces_of_tenants_alone(stack):
                 assert rule["verbs"] == ["create"] or rule["resourceNames"] == ["flyte-binary-webhook"]
     (watched,) = [{resource for rule in rules[None] for resource in rule["resources"] if "watch" in rule["verbs"]}]
     assert watched == {"flyteworkflows", "pods", "podtemplates", "pytorchjobs"}
+
+
+def test_the_doctor_and_helm_test_ask_for_rights_that_the_charts_give(stack):
+    held = {
+        place: {
+            (group, name, verb)
+            for r in rules
+            for group in r["apiGroups"]
+            for name in r["resources"]
+            for verb in r["verbs"]
+        }
+        for place, rules in rules_of_flyte(stack).items()
+    }
+    assert {(group, name, verb) for group, name in WATCHED for verb in ("list", "watch")} <= held[None]
+    assert {(group, name, verb) for group, name, verbs in WRITTEN for verb in verbs} <= held["flytesnacks-development"]
 
 
 def test_flyte_has_the_rights_that_its_settings_need_and_no_others(stack):

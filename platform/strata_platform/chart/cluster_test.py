@@ -21,6 +21,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from strata_platform.flyte_rights import WATCHED, WRITTEN
 from strata_platform.kubernetes_answers import PYTORCHJOB, access_review, frameworks, why_inactive
 from strata_platform.pod_settings import QUEUE, add_shared_memory, gpu_tolerations
 
@@ -208,12 +209,8 @@ def _right_checks(tenant: Tenant, flyte: tuple[str, str]) -> Iterator[Check]:
         f"{'/'.join(flyte)} may not; name Flyte's service account in flyte.namespace and flyte.serviceAccount, and see "
         "that it may list and watch in the whole cluster what docs/cluster.md names"
     )
-    needed = (
-        ("create", "flyte.lyft.com", "flyteworkflows"),
-        ("create", "", "pods"),
-        ("create", "kubeflow.org", "pytorchjobs"),
-        ("list", "", "podtemplates"),
-    )
+    needed = [(verb, group, resource) for group, resource, verbs in WRITTEN for verb in verbs]
+    needed += [("list", group, resource) for group, resource in WATCHED]
     for verb, group, resource in needed:
         may = partial(_may, flyte, verb, group, resource, tenant.namespace)
         yield f"{tenant.namespace}: Flyte may {verb} {resource}", partial(_unless, may, way)

@@ -17,6 +17,7 @@ from strata_platform.doctor.cluster_reader import TENANT, ClusterReader, images_
 from strata_platform.doctor.finding import Check, Finding, StopChecking, ok, problem, skipped, warning
 from strata_platform.doctor.gpu_health import CONDITION
 from strata_platform.doctor.network_policies import JOB_LABEL, JOB_SET_LABEL, rendezvous
+from strata_platform.flyte_rights import WATCHED, WRITTEN
 from strata_platform.kubernetes_answers import (
     JOBSET,
     PYTORCHJOB,
@@ -39,14 +40,6 @@ _OLDEST_FLYTE, _OLDEST_KUBERNETES = (1, 16, 6), (1, 30)
 # task_resources.limits of flyteadmin 1.16, where its configuration does not set them; "0" is no limit.
 _SHIPPED_LIMITS = {"cpu": "2", "memory": "1Gi", "gpu": "1"}
 _SHIPPED_DOMAINS = ["development", "staging", "production"]
-# What Flyte reads in all namespaces, and what it writes in those of tenants, as charts/strata-stack and charts/strata
-# give it these rights.
-_WATCHED = (("flyte.lyft.com", "flyteworkflows"), ("", "pods"), ("", "podtemplates"), ("kubeflow.org", "pytorchjobs"))
-_WRITTEN = (
-    ("flyte.lyft.com", "flyteworkflows", ("create", "update", "delete")),
-    ("", "pods", ("create", "get", "delete")),
-    ("kubeflow.org", "pytorchjobs", ("create", "get", "delete")),
-)
 # Rights in all namespaces that Flyte's own chart gives, and nothing needs.
 _TOO_MUCH = (("get", "", "secrets"), ("create", "", "pods"))
 
@@ -182,7 +175,7 @@ def _flyte_rights(cluster: ClusterReader) -> Finding:
     """Whether Flyte may read what it has to in all namespaces, and nothing more."""
     accounts = _flyte_accounts(cluster)
     for account in accounts:
-        for group, resource in _WATCHED:
+        for group, resource in WATCHED:
             for verb in ("list", "watch"):
                 if not _may(cluster, account, verb, group, resource):
                     return problem(
@@ -204,7 +197,7 @@ def _rights_in(cluster: ClusterReader, namespace: str) -> Finding:
     """Whether Flyte may do in a tenant's namespace what runs need."""
     accounts = _flyte_accounts(cluster)
     for account in accounts:
-        for group, resource, verbs in _WRITTEN:
+        for group, resource, verbs in WRITTEN:
             for verb in verbs:
                 if not _may(cluster, account, verb, group, resource, namespace):
                     return problem(

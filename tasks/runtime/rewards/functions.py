@@ -37,7 +37,7 @@ _FENCE = "```"
 _SECONDS = 1.0
 
 
-class RowError(ValueError):
+class ColumnError(ValueError):
     """A row has something in a column that a reward cannot use. row: its place among the answers."""
 
     def __init__(self, row: int, said: str) -> None:
@@ -197,11 +197,11 @@ def tests_of(value: Any, column: str, row: int) -> str | None:
     """What the tests of a row run; None if it has none.
 
     Raises:
-        RowError: it is neither text nor a list of texts, or would let every answer pass.
+        ColumnError: it is neither text nor a list of texts, or would let every answer pass.
     """
     parts = value if isinstance(value, list) else [value]
     if value is not None and not all(isinstance(part, str) for part in parts):
-        raise RowError(
+        raise ColumnError(
             row,
             f"the column {column!r} holds {_short(value)}; unit_tests takes Python as text, or a list of texts",
         )
@@ -211,11 +211,11 @@ def tests_of(value: Any, column: str, row: int) -> str | None:
     try:
         statements = ast.parse(tests).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise RowError(
+        raise ColumnError(
             row, f"the column {column!r} holds {_short(tests)}, which is no Python: {error}; correct the row"
         ) from None
     if not any(map(_runs, statements)):
-        raise RowError(
+        raise ColumnError(
             row,
             f"the column {column!r} holds {_short(tests)}, which calls nothing and asserts nothing, so that any answer "
             "would pass; add a line that runs it, such as `check(NAME)` with the function's name, or `unittest.main()`",

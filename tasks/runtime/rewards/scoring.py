@@ -10,7 +10,7 @@ from strata_platform.spec.objectives import RewardTerm
 from strata_platform.spec.run_spec import Objective
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.prompts import known_of
-from tasks.runtime.rewards.functions import RowError, tests_of
+from tasks.runtime.rewards.functions import ColumnError, tests_of
 from tasks.runtime.rewards.reward_function import Answers, RewardFunction
 from tasks.runtime.rewards.reward_model import RewardModel, require_reward_model
 
@@ -94,5 +94,5 @@ def _require_tests(term: RewardTerm, number: int, data: PreparedData) -> None:
             known = known_of(rows[index])
             try:
                 tests_of(known["columns"].get(column), column, index)
-            except RowError as error:
+            except ColumnError as error:
                 raise ValueError(f"objective.rewards[{number}]: {known['where']}: {error}") from None

@@ -7,7 +7,7 @@ import pytest
 
 from tasks.runtime.rewards.functions import (
     SHIPPED,
-    RowError,
+    ColumnError,
     block_of,
     exact_match,
     json_schema,
@@ -118,7 +118,7 @@ def test_a_row_without_tests_has_no_value(nothing):
     ids=["object", "number", "definition", "constants", "list-as-text", "syntax"],
 )
 def test_tests_that_cannot_fail_are_refused(tests, said):
-    with pytest.raises(RowError, match=said) as raised:
+    with pytest.raises(ColumnError, match=said) as raised:
         unit_tests(["x", "x"], tests=["assert x", tests])
     assert raised.value.row == 1
 

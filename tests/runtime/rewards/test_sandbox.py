@@ -56,9 +56,11 @@ def test_code_has_no_network_where_namespaces_can_be_made():
 @pytest.fixture
 def without_namespaces(monkeypatch, tmp_path):
     """The sandbox where the kernel lets users make no namespaces: it refuses an unknown flag, too."""
+    flags = "_NEW_USER | _NEW_NETWORK | more"
+    assert flags in Path(sandbox.__file__).read_text()
     for module in (sandbox, process_tree):
         text = Path(module.__file__).read_text()
-        (tmp_path / Path(module.__file__).name).write_text(text.replace("_NEW_USER | _NEW_NETWORK | more", "1"))
+        (tmp_path / Path(module.__file__).name).write_text(text.replace(flags, "1"))
     monkeypatch.setattr(sandbox, "__file__", str(tmp_path / "sandbox.py"))
     sandbox._tell_of_network.cache_clear()
 
