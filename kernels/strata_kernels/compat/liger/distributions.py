@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor, nn
 
 from ...ops.softmax import softmax
@@ -53,4 +51,6 @@ def liger_sparsemax(input: Tensor, dim: int = -1) -> Tensor:
     return LigerSparsemaxFunction.apply(input, dim)
 
 
-liger_softmax: Callable[..., Tensor] = LigerSoftmaxFunction.apply
+def liger_softmax(x: Tensor) -> Tensor:
+    """`softmax` over the last axis."""
+    return softmax(x)

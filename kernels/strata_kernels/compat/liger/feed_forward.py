@@ -307,4 +307,8 @@ class LigerTiledGEGLUMLP(LigerTiledSwiGLUMLP):
 
 liger_geglu: Callable[..., Tensor] = LigerGELUMulFunction.apply
 liger_swiglu: Callable[..., Tensor] = LigerSiLUMulFunction.apply
-liger_relu_squared: Callable[..., Tensor] = LigerReLUSquaredFunction.apply
+
+
+def liger_relu_squared(x: Tensor) -> Tensor:
+    """`relu_squared`."""
+    return relu_squared(x)

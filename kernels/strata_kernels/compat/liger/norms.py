@@ -133,13 +133,25 @@ class LigerRMSNormForGemma(LigerRMSNorm):
 class LigerRMSNormForGemma2(LigerRMSNormForGemma):
     """As `LigerRMSNormForGemma`; in Liger the two differ in what they overwrite."""
 
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 1.0,
+        casting_mode: str = "gemma",
+        init_fn: Initial = "zeros",
+        in_place: bool = False,
+        row_mode: bool | None = None,
+    ) -> None:
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
 
-class LigerRMSNormForQwen3Next(LigerRMSNormForGemma):
-    """As `LigerRMSNormForGemma`."""
+
+class LigerRMSNormForQwen3Next(LigerRMSNormForGemma2):
+    """As `LigerRMSNormForGemma2`."""
 
 
-class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma):
-    """As `LigerRMSNormForGemma`."""
+class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma2):
+    """As `LigerRMSNormForGemma2`."""
 
 
 class LigerRMSNormForGemma3(LigerRMSNorm):
@@ -175,15 +187,41 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
 
 
 class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
-    """As `LigerRMSNormForGemma4`."""
+    """As `LigerRMSNormForGemma4`, whose size may be missing where there is no weight."""
+
+    def __init__(
+        self,
+        dim: int | None = None,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "gemma",
+        init_fn: Initial = "ones",
+        in_place: bool = False,
+        with_scale: bool = True,
+    ) -> None:
+        if dim is None and with_scale:
+            raise ValueError("dim is missing: pass the size of the weight, or with_scale=False for a norm without one")
+        super().__init__(dim or 0, eps, offset, casting_mode, init_fn, in_place, with_scale)
 
 
 class LigerRMSNormForOlmo2(LigerRMSNorm):
     """As `LigerRMSNorm`; in Liger the two differ in what they overwrite."""
 
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: Initial = "ones",
+        in_place: bool = False,
+        row_mode: bool | None = None,
+    ) -> None:
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
 
-class LigerRMSNormForGlm4(LigerRMSNorm):
-    """As `LigerRMSNorm`; in Liger the two differ in what they overwrite."""
+
+class LigerRMSNormForGlm4(LigerRMSNormForOlmo2):
+    """As `LigerRMSNormForOlmo2`."""
 
 
 class LigerFusedAddRMSNorm(nn.Module):

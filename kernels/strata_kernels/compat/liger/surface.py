@@ -145,6 +145,9 @@ def _each(package: str, table: dict[str, dict[str, str]]) -> dict[str, dict[str,
 def _in_transformers() -> dict[str, dict[str, str]]:
     """The modules of `transformers`, which have the functions of the module of that name in `ops`, too."""
     functions = _each("ops", _OPS)
+    # And those that they import from elsewhere.
+    functions["ops.swiglu"] |= functions["ops.fused_moe"]
+    functions["ops.tiled_mlp"] |= _names(("feed_forward", "LigerGELUMulFunction LigerSiLUMulFunction"))
     return {
         name: {**functions.get(name.replace("transformers", "ops", 1), {}), **names}
         for name, names in _each("transformers", _MODULES).items()
@@ -211,7 +214,9 @@ PROVIDED: dict[str, dict[str, str]] = {
     ),
     "transformers.fsdp": _names(("causal_loss", "_FSDPForwardRedirection")),
     "transformers.trainer": {},
-    "transformers.trainer.orpo_trainer": _names(("causal_loss", "_FSDPForwardRedirection")),
+    "transformers.trainer.orpo_trainer": _names(
+        ("causal_loss", "_FSDPForwardRedirection"), ("chunked_pairs", "LigerFusedLinearORPOLoss")
+    ),
     "transformers.trainer_integration": _names(("apply", "_apply_liger_kernel")),
     "transformers.functional": {**_all(_OPS), **_names(*_FUNCTIONAL.items())},
 }
@@ -225,7 +230,9 @@ _INSTEAD = {
         "GrpoLossFunction ops.grpo_loss fused_selective_log_softmax"
     ),
     "the loss's module of chunked_loss": (
-        "fused_linear_distillation fused_linear_ppo fused_linear_preference fused_linear_unpaired_preference"
+        "LigerFusedLinearDistillationBase LigerFusedLinearPPOBase LigerFusedLinearPreferenceBase "
+        "LigerFusedLinearUnpairedPreferenceBase fused_linear_distillation fused_linear_ppo fused_linear_preference "
+        "fused_linear_unpaired_preference"
     ),
     "torch.nn.functional.embedding": "LigerEmbeddingFunction experimental",
     "torch.nn.functional.conv2d on masked scores": (
@@ -252,16 +259,22 @@ _INSTEAD = {
     "strata_kernels.warmup, which fills Triton's own cache": "triton",
     "torch.cuda.get_device_capability": "infer_device_arch",
     "the one implementation of each operator, without a choice": (
-        "available_backends available_impls backends configure cute cutedsl cutile get_backend get_impl set_backend "
-        "set_impl"
+        "available_backends available_impls backends configure cute cutedsl cutile declare_op_locations dispatch "
+        "get_backend get_impl set_backend set_impl"
     ),
     "your own, as these are helpers of Liger's kernels and tests": (
         "BLOCK_M_TOKEN DTYPE_SUPPORT_LIST IS_TRANSFORMERS_V5_OR_LATER LOG2_E MAX_FUSED_SIZE "
-        "MIN_SUPPORTED_TRANSFORMERS_VERSION REDUCTION_LITERAL TensorDescriptor calculate_settings clip_coef_fn "
-        "compute_routing_metadata ensure_contiguous env_report gemm_swiglu get_bucket_m get_gamma_weights "
-        "get_num_warps k3_loss_fn ops.utils sapo_loss_fn silu swiglu_backward_dGU swiglu_backward_dI testing "
+        "MIN_SUPPORTED_TRANSFORMERS_VERSION REDUCTION_LITERAL TensorDescriptor _nvidia_shared calculate_settings "
+        "clip_coef_fn compare_version compute_routing_metadata device_context ensure_contiguous env_report gemm_swiglu "
+        "get_bucket_m get_gamma_weights get_npu_core_count get_num_warps is_hip k3_loss_fn logger ops.utils "
+        "sapo_loss_fn set_large_grf_mode silu swiglu_backward_dGU swiglu_backward_dI testing torch_to_triton_dtype "
         "transformer_version"
     ),
+    "strata_kernels.patch_model": (
+        "_bind_method_to_module _patch_geglu_module _patch_layer_norm_module _patch_rms_norm_module "
+        "_patch_swiglu_module"
+    ),
+    "liger_kernel.transformers.functional": "F",
 }
 INSTEAD = {name: advice for advice, names in _INSTEAD.items() for name in names.split()}
 # The functions around a kernel, such as rms_norm_forward.
@@ -275,6 +288,9 @@ def instead_of(name: str) -> str | None:
         return None
     if name == f"transformers.model.{short}":
         return "strata_kernels.patch_model"
+    if name.startswith("ops.") and short in PROVIDED["utils"]:
+        # The modules of kernels import them.
+        return f"liger_kernel.utils.{short}"
     if short.endswith(_PARTS) and not short.startswith("_"):
         return "`apply` of the autograd function, whose backward pass is registered"
     return INSTEAD.get(name) or INSTEAD.get(short)
