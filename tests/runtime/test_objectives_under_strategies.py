@@ -85,8 +85,8 @@ def curve(spec, attempt=0):
     names = ("loss", "grad_norm", "target_tokens", "metrics")
     found = [point for point in points if point["attempt"] == attempt and "loss" in point]
     for point in found:
-        # A time.
-        point["metrics"].pop("generation_share", None)
+        for time in ("generation_share", "generated_tokens_per_second"):
+            point["metrics"].pop(time, None)
     return [tuple(point[name] for name in names) for point in found]
 
 

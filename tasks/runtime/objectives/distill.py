@@ -13,6 +13,7 @@ from strata_platform.spec.objectives import Distill as Settings
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import Batch
 from tasks.runtime.data.top_columns import TOP_COLUMNS
+from tasks.runtime.objectives.generation_metrics import parts_of_step
 from tasks.runtime.objectives.head_sums import Head
 from tasks.runtime.objectives.objective import (
     MicroBatchLoss,
@@ -127,7 +128,7 @@ class Distill:
             return MicroBatchLoss(sums[0], {"next_token_loss": sums[1].detach()} | metrics)
         if OWN in batch and self._own is not None:
             metrics["own_tokens"] = (batch[OWN] != 0).sum() / items
-            metrics["generation_share"] = torch.tensor(self._own.share_of_time / self._parts, device=items.device)
+            metrics |= parts_of_step(self._own.metrics, self._parts, items.device)
         return MicroBatchLoss(sums[0], metrics)
 
     @property

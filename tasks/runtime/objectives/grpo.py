@@ -30,6 +30,7 @@ from tasks.runtime.models.build import build_model, has_fused_loss, move_to_devi
 from tasks.runtime.models.lora import base_fingerprint, without_adapter
 from tasks.runtime.models.varlen_attention import has_varlen_attention, set_varlen_attention
 from tasks.runtime.objectives.answer_log_probs import answer_log_probs, frozen_answer_log_probs
+from tasks.runtime.objectives.generation_metrics import parts_of_step
 from tasks.runtime.objectives.objective import MicroBatchLoss, ObjectiveContext, target_tokens
 from tasks.runtime.objectives.rollout import Rollout, Step, rows_of, sampling_of
 from tasks.runtime.process.ranks import Processes
@@ -211,8 +212,7 @@ class Grpo:
         if self._step is None:
             return {}
         parts = self._spec.training.gradient_accumulation_steps * self._spec.dp_size
-        values = torch.tensor([*self._step.metrics.values()], dtype=torch.float64) / parts
-        return dict(zip(self._step.metrics, values.to(device, non_blocking=True).unbind(), strict=True))
+        return parts_of_step(self._step.metrics, parts, device)
 
     def _reference_log_probs(self, model: nn.Module, batch: Batch, max_targets: int | None) -> Tensor:
         # A plan loads no reference, which is a model like the one that is trained.

@@ -12,13 +12,15 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from strata_platform.spec.objectives import Distill as Settings
 from tasks.runtime.data.dataset import IGNORE_INDEX, Batch, Row
 from tasks.runtime.data.prompts import ANSWER
-from tasks.runtime.generation import Request, Sampling
+from tasks.runtime.generation import Request, Sample, Sampling
 from tasks.runtime.generation.sampling import uniform_numbers
+from tasks.runtime.objectives.generation_metrics import generation_metrics
 from tasks.runtime.objectives.objective import ObjectiveContext
 from tasks.runtime.objectives.rollout import sampling_of
 
@@ -56,9 +58,10 @@ class OwnAnswers:
         assert context.whole is not None and context.generator is not None
         self._whole, self._generator = context.whole, context.generator
         self._sampling: Sampling = sampling_of(settings.generation, data, self._whole.model)
+        self._processes = context.processes
         self._ended = time.monotonic()
-        self.share_of_time = 0.0
-        """Of the last step."""
+        self.metrics: dict[str, float] = {}
+        """Of the last step, on all ranks."""
 
     def step_batches(self, batches: list[Batch]) -> list[Batch]:
         """The micro-batches of a step, with answers of the student. A collective."""
@@ -72,13 +75,40 @@ class OwnAnswers:
             for document in part
             if float(uniform_numbers(self._spec.seed, [_CHOICES + document.number], 1)) < self._share
         }
+        asked = time.monotonic()
         samples = self._generator.generate(list(chosen.values()), self._sampling) if chosen else []
+        generating = time.monotonic() - asked
         answers = {number: sample.token_ids for number, sample in zip(chosen, samples, strict=True)}
         found = [self._batch(part, answers) for part in documents]
         ended = time.monotonic()
-        self.share_of_time = (ended - began) / max(ended - self._ended, 1e-9)
+        self.metrics = self._measured(samples, generating, ended - began, ended - self._ended)
         self._ended = ended
         return found
+
+    def _measured(self, samples: list[Sample], *seconds: float) -> dict[str, float]:
+        """The metrics of the answers of all ranks. seconds: of generating, before training, and of the step."""
+        drawn = (-float(sample.log_probs.sum(dtype=torch.float64)) for sample in samples)
+        tokens = sum(sample.token_ids.numel() for sample in samples)
+        finished = sum(sample.finished for sample in samples)
+        sums = torch.tensor([len(samples), tokens, finished, sum(drawn)], dtype=torch.float64)
+        longest = torch.tensor(seconds, dtype=torch.float64)
+        if self._processes.world_size > 1:
+            dist.all_reduce(sums)
+            dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        answers, tokens, finished, surprise = sums.tolist()
+        generating, before_training, step = longest.tolist()
+        return {
+            # The mean of -log p over tokens that are drawn from p; the exact one would need another pass of the head.
+            "entropy": surprise / max(tokens, 1),
+            **generation_metrics(
+                answers=answers,
+                tokens=tokens,
+                finished=finished,
+                generating=generating,
+                before_training=before_training,
+                step=step,
+            ),
+        }
 
     def rolled_back(self) -> None:
         """Measure the next step's time from here: the return to a checkpoint is no part of it."""

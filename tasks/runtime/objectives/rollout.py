@@ -24,6 +24,7 @@ from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import IGNORE_INDEX, Row
 from tasks.runtime.data.prompts import Prompt
 from tasks.runtime.generation import Generator, Request, Sample, Sampling
+from tasks.runtime.objectives.generation_metrics import generation_metrics
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.rewards.reward_function import Answers
 from tasks.runtime.rewards.scoring import Rewards
@@ -207,10 +208,14 @@ class Rollout:
                 for term, column in zip(settings.rewards, values.unbind(1), strict=True)
             },
             "groups_with_signal": float(signal.double().mean()),
-            "answer_tokens": float(lengths.mean()),
-            "finished": float(finished.mean()),
-            "generated_tokens_per_second": float(lengths.sum() / seconds[0].clamp(min=1e-9)),
-            "generation_share": float(seconds[1] / seconds[3].clamp(min=1e-9)),
+            **generation_metrics(
+                answers=lengths.numel(),
+                tokens=float(lengths.sum()),
+                finished=float(finished.sum()),
+                generating=float(seconds[0]),
+                before_training=float(seconds[1]),
+                step=float(seconds[3]),
+            ),
             "reward_share": float(seconds[2] / seconds[3].clamp(min=1e-9)),
             **({"staleness": float(staleness)} if settings.generate_ahead else {}),
         }

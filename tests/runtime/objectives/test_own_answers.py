@@ -1,6 +1,8 @@
 """On-policy distillation: the rows that the student writes itself, and what is gained by them."""
 
 import json
+import math
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -105,6 +107,10 @@ def data_of(spec):
     return prepare(recipe, data_folder(spec.output, recipe), report=print)
 
 
+def vocabulary_of(spec):
+    return len(data_of(spec).tokenizer())
+
+
 def points_of(spec, attempt=0):
     points = map(json.loads, RunFolder.of(spec).metrics.read_text().splitlines())
     return [point for point in points if point["attempt"] == attempt and "loss" in point]
@@ -137,6 +143,15 @@ def test_it_comes_closer_to_its_teacher_at_equal_tokens_and_continues_with_the_s
     assert first[-1]["loss"] < 0.7 * first[0]["loss"]
     assert {point["metrics"]["own_tokens"] for point in first} == {1.0}
     assert all(0 < point["metrics"]["generation_share"] <= 1 for point in first[1:])
+    assert all(point["metrics"]["generated_tokens_per_second"] > 0 for point in first)
+    # The tokens learned so far; each row of a step is one answer.
+    learned = [0, *(point["target_tokens"] for point in first)]
+    for tokens, point in zip((after - before for before, after in pairwise(learned)), first, strict=True):
+        assert point["metrics"]["answer_tokens"] == pytest.approx(tokens / 16)
+        assert (point["metrics"]["finished"] == 0) <= (tokens == 16 * NEW) and point["metrics"]["finished"] <= 1
+    # At first all tokens are about as likely.
+    entropies = [point["metrics"]["entropy"] for point in first]
+    assert entropies[0] == pytest.approx(math.log(vocabulary_of(spec)), rel=0.1) and entropies[-1] < entropies[0]
     # Killed after its first checkpoint, the run writes the same answers again.
     train_spec(spec, STEPS // 2)
     again = points_of(spec, 1)
@@ -167,7 +182,14 @@ def batches_of(output, share, micro_batch, processes=None):
     ]
     given = [batch["input_ids"][i].tolist() for batch in asked for i in range(batch["input_ids"].shape[0])]
     assert [int(n) for batch in asked for n in batch[ANSWER][:, 0]] == list(range(16))
+    lengths = [count for _, count in rows if count]
+    assert objective._own.metrics["answer_tokens"] == pytest.approx(sum(lengths) / max(len(lengths), 1))
     return given, rows
+
+
+def test_nothing_is_measured_where_no_row_is_the_students(output):
+    _, rows = batches_of(output, 1e-9, 16)
+    assert not any(count for _, count in rows)
 
 
 def test_a_share_of_the_rows_is_the_students_whatever_the_micro_batches(output):
