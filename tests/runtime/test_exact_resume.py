@@ -21,6 +21,7 @@ from tasks.runtime.run_folder.metrics_file import read_points
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.runtime.training.session import session
 from tasks.runtime.training.train import train
+from tests.helpers import fork_server
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("narrowed")
@@ -58,10 +59,10 @@ def start(file, processes, launcher="tests.runtime.helpers.train_forked"):
         command = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--max-restarts=0", *command]
     elif processes > 1:
         command = ["-m", launcher, str(processes)]
-    return subprocess.Popen(
+    return fork_server.Popen(
         [sys.executable, *command, "--narrow", str(file)],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+        env=fork_server.with_project(OMP_NUM_THREADS="1"),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

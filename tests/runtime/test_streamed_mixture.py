@@ -16,6 +16,7 @@ from tasks.runtime.data.shard_store import ShardStore
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.metrics_file import read_evaluations, read_points
 from tasks.runtime.run_folder.record import CompletionRecord
+from tests.helpers import fork_server
 from tests.runtime.helpers.run_in_parts import FIRST
 
 ROOT = Path(__file__).parents[2]
@@ -76,10 +77,10 @@ def make_spec(output, data, **changes):
 
 
 def start(spec):
-    return subprocess.Popen(
+    return fork_server.Popen(
         [sys.executable, "-m", "tests.runtime.helpers.run_in_parts", str(PROCESSES), f"{spec.output}/spec.json"],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+        env=fork_server.with_project(OMP_NUM_THREADS="1"),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

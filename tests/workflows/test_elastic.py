@@ -15,6 +15,7 @@ from flytekit.types.directory import FlyteDirectory
 from strata_platform.spec import RunSpec
 from tasks import topology
 from tasks.steps.train_step import wait_for_main_pod
+from tests.helpers import fork_server
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,12 +26,12 @@ from types import SimpleNamespace
 from flytekit.exceptions.user import FlyteRecoverableException
 from tasks import elastic
 from tests.workflows.helpers.elastic_tasks import run
-where, how = sys.argv[3:]
+where, how, start_method = sys.argv[3:]
 elastic.is_local = lambda: where == "local"
 if how == "killed":
     elastic.MemoryKills = lambda: SimpleNamespace(sentence=lambda asked: f"the container's memory was used up, {asked}")
 try:
-    print("RESULT", run(sys.argv[1], Path(sys.argv[2]), how or "run"))
+    print("RESULT", run(sys.argv[1], Path(sys.argv[2]), how or "run", start_method))
 except FlyteRecoverableException as error:
     print("RECOVERABLE", error)
 except BaseException as error:
@@ -64,10 +65,14 @@ except BaseException as error:
 def test_end_of_an_attempt(name, where, says, tmp_path):
     (tmp_path / "shard").touch()
     name, _, how = name.partition(" ")
+    # Workers that are spawned import all that the agent has imported; in the other cases they are forked.
+    spawned = how == "by mistake"
+    start, method = (subprocess.run, "spawn") if spawned else (fork_server.run, "fork")
     # In a process of its own: the agent takes signals, and one of the tasks sends it one.
-    ended = subprocess.run(
-        [sys.executable, "-c", CODE, name, str(tmp_path), where, how.replace(" ", "-")],
+    ended = start(
+        [sys.executable, "-c", CODE, name, str(tmp_path), where, how.replace(" ", "-"), method],
         cwd=ROOT,
+        env=fork_server.with_project(),
         text=True,
         capture_output=True,
         timeout=600,

@@ -45,6 +45,7 @@ from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tasks.runtime.run_folder.metrics_file import read_points
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.steps.train_step import MAX_RESTARTS
+from tests.runtime.helpers.all_imports import import_everything
 from tests.runtime.helpers.kill_points import (
     AGAIN,
     BROKEN,
@@ -60,7 +61,6 @@ from tests.runtime.helpers.kill_points import (
     strike,
     train_armed,
 )
-from tests.runtime.helpers.train_forked import import_everything
 
 ROOT = Path(__file__).parents[3]
 STEPS = 8

@@ -6,14 +6,12 @@ They are forked when all is imported, which takes longer than what they train; u
 """
 
 import os
-import subprocess
 import sys
 import traceback
-from importlib import import_module
 from pathlib import Path
-from typing import get_args
 
-from strata_platform.spec.run_spec import Runtime
+from tests.helpers import fork_server
+from tests.runtime.helpers.all_imports import import_everything
 from tests.runtime.helpers.free_port import free_port
 from tests.runtime.helpers.train_only import train_all
 
@@ -57,19 +55,11 @@ def in_turn(arguments):
 
 def launch(*arguments, module="tests.runtime.helpers.train_forked"):
     """Start this module, or another, and return when all of its processes have ended well."""
-    ended = subprocess.run(
+    ended = fork_server.run(
         [sys.executable, "-m", module, *map(str, arguments)],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
-        text=True, capture_output=True, timeout=1800,
+        cwd=ROOT, env=fork_server.with_project(), text=True, capture_output=True, timeout=1800,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
-
-
-def import_everything():
-    """What each would import otherwise, some of it when it comes to it."""
-    for framework in get_args(Runtime.model_fields["framework"].annotation):
-        import_module(f"tasks.runtime.training.frameworks.{framework}")
-    import_module("datasets")
 
 
 if __name__ == "__main__":

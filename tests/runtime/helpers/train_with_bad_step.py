@@ -13,7 +13,8 @@ import torch
 from tasks.runtime.objectives import MicroBatchLoss
 from tasks.runtime.objectives.next_token import NextToken
 from tasks.runtime.training import job, step_guard
-from tests.runtime.helpers.train_forked import import_everything, in_turn, run_forked
+from tests.runtime.helpers.all_imports import import_everything
+from tests.runtime.helpers.train_forked import in_turn, run_forked
 
 BAD = 4
 

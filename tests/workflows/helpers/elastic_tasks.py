@@ -88,5 +88,6 @@ TASKS = {
 }
 
 
-def run(name: str, folder: Path, how: str = "run") -> Result:
+def run(name: str, folder: Path, how: str, start_method: str) -> Result:
+    TASKS[name].task_config.start_method = start_method
     return TASKS[name](spec=RunSpec(name=how, output=str(folder)), data=FlyteDirectory(str(folder)))
