@@ -34,9 +34,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="they are forks 
 @pytest.fixture(scope="module")
 def environment():
     """That of the server, and of programs which it starts. It has imported nothing, so that it starts at once."""
-    found = fork_server.with_project()
-    before, Server.running = Server.running, Server(fork_server.read_at_import(found), "gc:collect")
-    yield found
+    before, Server.running = Server.running, Server("gc:collect")
+    yield fork_server.clean_environment()
     Server.running.close()
     assert Server.running.process.returncode == 0
     Server.running = before
@@ -111,8 +110,13 @@ def test_what_an_import_may_read_is_the_same_or_it_is_no_fork(environment, caplo
     assert ("differs in ['TRITON_INTERPRET']" in caplog.text) == ("TRITON_INTERPRET" in changes)
 
 
+def test_what_tests_leave_in_the_environment_does_not_matter(environment, monkeypatch):
+    monkeypatch.setenv("LEFT_BY_A_RUN", "1")
+    assert fork_server.clean_environment(PYTHONPATH="/else") == environment | {"PYTHONPATH": f"{ROOT}:/else"}
+
+
 def test_it_goes_on_when_the_server_ends_and_others_are_told(environment):
-    server = Server(fork_server.read_at_import(environment), "gc:collect")
+    server = Server("gc:collect")
     before, Server.running = Server.running, server
     try:
         command = [sys.executable, "-c", "import sys; print('on', flush=True); sys.stdin.read(); print('done')"]

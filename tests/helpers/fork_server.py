@@ -4,7 +4,7 @@
 the ten to twenty seconds of CPU time of an import of torch, transformers and the runtime: each has the environment,
 arguments, working directory and pipes that were asked for, a pid, signals and an exit code, and ends as an interpreter
 does. All else is started as `subprocess` starts it, and so is a program on another system than Linux, or one with an
-environment other than the server's: libraries read it when they are imported.
+environment other than `clean_environment`, the server's: libraries read it when they are imported.
 
 A test of what happens at a start, of imports or of hash seeds, which forks share, belongs to `subprocess`.
 
@@ -43,13 +43,16 @@ MAY_DIFFER = re.compile(
 OWN_FORK_HANDLERS = {"jemalloc_bg_thd"}
 NUMBER = struct.Struct("i")
 
+# Test modules are imported before the first test.
+BEFORE_TESTS = dict(os.environ)
+
 log = logging.getLogger("tests.fork_server")
 
 
-def with_project(**changes):
-    """The environment of a program that finds the project's modules wherever it runs."""
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONPATH": path, **changes}
+def clean_environment(**changes):
+    """That of pytest before its tests, whose runs change it, with these changes; the project is on the path."""
+    changed = {**BEFORE_TESTS, **changes}
+    return changed | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), changed.get("PYTHONPATH"))))}
 
 
 def read_at_import(environment):
@@ -61,14 +64,13 @@ class Server:
 
     running = None
 
-    def __init__(self, environment, preload="tests.runtime.helpers.all_imports:import_everything"):
-        self.environment = environment
+    def __init__(self, preload="tests.runtime.helpers.all_imports:import_everything"):
         self.lock = threading.Lock()
         self.socket, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.helpers.fork_server", str(theirs.fileno()), preload],
-                cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
+                cwd=ROOT, env=read_at_import(clean_environment()), stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
             )  # fmt: skip
         atexit.register(self.close)
 
@@ -101,13 +103,12 @@ def server_for(command, environment):
     """The server that may start this; None if it is left to `subprocess`."""
     if sys.platform != "linux" or command[0] != sys.executable or command[1:2] not in (["-m"], ["-c"]):
         return None
-    wanted = read_at_import(environment)
-    if Server.running is None:
-        Server.running = Server(wanted)
-    own = Server.running.environment
+    wanted, own = read_at_import(environment), read_at_import(clean_environment())
     if differing := sorted(name for name in own.keys() | wanted if own.get(name) != wanted.get(name)):
         log.warning("%s is imported anew, because the environment differs in %s", command[2][:80], differing)
         return None
+    if Server.running is None:
+        Server.running = Server()
     return Server.running
 
 

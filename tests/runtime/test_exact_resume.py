@@ -62,7 +62,7 @@ def start(file, processes, launcher="tests.runtime.helpers.train_forked"):
     return fork_server.Popen(
         [sys.executable, *command, "--narrow", str(file)],
         cwd=ROOT,
-        env=fork_server.with_project(OMP_NUM_THREADS="1"),
+        env=fork_server.clean_environment(OMP_NUM_THREADS="1"),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

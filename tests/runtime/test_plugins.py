@@ -117,7 +117,7 @@ SPREAD = {
 }
 
 
-def test_two_processes_have_the_losses_of_one(trained, plugin, output, monkeypatch):
+def test_two_processes_have_the_losses_of_one(trained, plugin, output):
     """Sums over the items of all processes, with a mean over what `count` counts."""
     training = {"steps": 2, "micro_batch_size": 1, "gradient_accumulation_steps": 4}
     alone = make_spec(output, "z-loss", objective=Z_LOSS, training=training)
@@ -135,8 +135,7 @@ def test_two_processes_have_the_losses_of_one(trained, plugin, output, monkeypat
         )
         for name, (objective, framework, strategy) in SPREAD.items()
     ]
-    monkeypatch.setenv("PYTHONPATH", str(plugin[0]))
-    launch(2, "--narrow", *(file_of(output, spec) for spec in specs))
+    launch(2, "--narrow", *(file_of(output, spec) for spec in specs), PYTHONPATH=str(plugin[0]))
     for spec in specs:
         for (loss, norm, metrics), (other, other_norm, others) in zip(
             curve(spec), expected[spec.name.partition("-")[0]], strict=True

@@ -80,7 +80,7 @@ def start(spec):
     return fork_server.Popen(
         [sys.executable, "-m", "tests.runtime.helpers.run_in_parts", str(PROCESSES), f"{spec.output}/spec.json"],
         cwd=ROOT,
-        env=fork_server.with_project(OMP_NUM_THREADS="1"),
+        env=fork_server.clean_environment(OMP_NUM_THREADS="1"),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -72,7 +72,7 @@ def test_end_of_an_attempt(name, where, says, tmp_path):
     ended = start(
         [sys.executable, "-c", CODE, name, str(tmp_path), where, how.replace(" ", "-"), method],
         cwd=ROOT,
-        env=fork_server.with_project(),
+        env=fork_server.clean_environment(),
         text=True,
         capture_output=True,
         timeout=600,

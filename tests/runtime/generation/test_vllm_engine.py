@@ -183,7 +183,7 @@ class TestRuns:
         def train(name):
             spec = spec_of(output, name, VLLM, **MEASURED, **(RUNS | PAIRS)[name])
             file = file_of(output, spec)
-            launch("2" if name in PAIRS else "1", file, f"{file}@2")
+            launch("2" if name in PAIRS else "1", file, f"{file}@2", VLLM_CPU_KVCACHE_SPACE="1")
             return spec
 
         return train

@@ -53,11 +53,14 @@ def in_turn(arguments):
     return lambda: train_all(arguments, ports)
 
 
-def launch(*arguments, module="tests.runtime.helpers.train_forked"):
-    """Start this module, or another, and return when all of its processes have ended well."""
+def launch(*arguments, module="tests.runtime.helpers.train_forked", **variables):
+    """Start this module, or another, and return when all of its processes have ended well.
+
+    variables: of the environment, beside those that pytest was started with.
+    """
     ended = fork_server.run(
         [sys.executable, "-m", module, *map(str, arguments)],
-        cwd=ROOT, env=fork_server.with_project(), text=True, capture_output=True, timeout=1800,
+        cwd=ROOT, env=fork_server.clean_environment(**variables), text=True, capture_output=True, timeout=1800,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
