@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 # What is read when it is needed, and by no import.
 MAY_DIFFER = re.compile(
     r"(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+|PYTEST_CURRENT_TEST"
-    r"|STRATA_MOMENTS"
+    r"|STRATA_MOMENTS|NODE_NAME"
 )
 # pyarrow's allocator, which has the handlers that let it be forked.
 OWN_FORK_HANDLERS = {"jemalloc_bg_thd"}

@@ -52,13 +52,13 @@ def make_spec(output, name, processes, **changes):
     return spec, file
 
 
-def start(file, processes, launcher="tests.runtime.helpers.train_forked"):
-    """One process, or several under a launcher."""
+def start(file, processes, agent=False):
+    """One process, or several; under an elastic agent, if that is asked for."""
     command = ["-m", "tests.runtime.helpers.train_only"]
-    if launcher == "torchrun":
-        command = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--max-restarts=0", *command]
+    if agent:
+        command = ["-m", "tests.runtime.helpers.elastic_forked", str(processes), "0", command[1]]
     elif processes > 1:
-        command = ["-m", launcher, str(processes)]
+        command = ["-m", "tests.runtime.helpers.train_forked", str(processes)]
     return fork_server.Popen(
         [sys.executable, *command, "--narrow", str(file)],
         cwd=ROOT,
@@ -162,9 +162,9 @@ def test_told_to_stop_it_may_save_first(undisturbed, output):
         # It has an answer to SIGTERM of its own, which must not be given.
         runtime={"framework": "lightning"},
     )
-    first = start(file, processes, "torchrun")
+    first = start(file, processes, agent=True)
     wait_for_step(first, 6)
-    # As the kubelet does: to the launcher alone, which tells its workers.
+    # As the kubelet does: to the agent alone, which tells its workers.
     first.terminate()
     said, _ = first.communicate(timeout=600)
     assert first.returncode != 0

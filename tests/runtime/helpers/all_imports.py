@@ -9,5 +9,11 @@ from strata_platform.spec.run_spec import Runtime
 def import_everything():
     for framework in get_args(Runtime.model_fields["framework"].annotation):
         import_module(f"tasks.runtime.training.frameworks.{framework}")
-    import_module("datasets")
+    # What the Trainer, a strategy and a preset come to; the agent of a training task in Flyte.
+    for name in ("datasets", "deepspeed", "transformers.models.llama.modeling_llama", "tasks.elastic"):
+        import_module(name)
     import_module("tests.runtime.helpers.train_only")
+    # The standard library is parsed once in a process, for four seconds.
+    python_docs = import_module("tasks.runtime.data.python_docs")
+    python_docs.pairs()
+    python_docs.digest()

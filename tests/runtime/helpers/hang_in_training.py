@@ -1,4 +1,4 @@
-"""Trains a spec; process 1 hangs once, in step 4, in place of counting what its loss is over. For torchrun."""
+"""Trains a spec; process 1 hangs once, in step 4, in place of counting what its loss is over. For an elastic agent."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Two processes of which one dies once; after the restart it is back before the other. `torchrun ... FIFO`."""
+"""Two processes of an elastic agent, of which one dies once; after the restart it is back before the other."""
 
 import os
 import sys

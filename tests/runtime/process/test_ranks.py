@@ -1,9 +1,7 @@
 """What one process refuses, all refuse, and none waits for another that has given up."""
 
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +14,11 @@ from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.training.frameworks.hf import arguments
 from tasks.runtime.training.session import session
+from tests.helpers import fork_server
 from tests.runtime.helpers.free_port import free_port
 
-ROOT = Path(__file__).parents[3]
+# Python 3.12 warns of every fork beside threads, of which pytest and torch have some that nobody waits for.
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
 def test_one_process_calls_the_function_itself():
@@ -80,17 +80,16 @@ def work(local_rank, folder, port):
 def test_two_processes_agree(tmp_path):
     for rank in (0, 1):
         (tmp_path / f"pod-{rank}").mkdir()
-    multiprocessing.spawn(work, args=(tmp_path, free_port()), nprocs=2)
+    multiprocessing.start_processes(work, args=(tmp_path, free_port()), nprocs=2, start_method="fork")
 
 
 def test_processes_find_each_other_again_after_a_restart(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
-    script = ROOT / "tests" / "runtime" / "helpers" / "restart_once.py"
-    ended = subprocess.run(
-        [*launcher, str(script), str(pipe)], cwd=ROOT, text=True, capture_output=True, timeout=600,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    command = ["tests.runtime.helpers.elastic_forked", "2", "1", "tests.runtime.helpers.restart_once", str(pipe)]
+    ended = fork_server.run(
+        [sys.executable, "-m", *command],
+        env=fork_server.clean_environment(), text=True, capture_output=True, timeout=600,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert "both are back" in ended.stdout

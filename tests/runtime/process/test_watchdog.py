@@ -13,6 +13,7 @@ from tasks.runtime.process.watchdog import Watchdog, summary
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.metrics_file import read_points
 from tasks.runtime.run_folder.record import CompletionRecord
+from tests.helpers import fork_server
 
 ROOT = Path(__file__).parents[3]
 
@@ -81,10 +82,10 @@ def test_a_process_that_hangs_in_training_ends_the_attempt_and_the_next_one_fini
     )
     file = tmp_path / "spec.json"
     file.write_text(spec.model_dump_json())
-    ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1",
-         "-m", "tests.runtime.helpers.hang_in_training", str(file)],
-        cwd=ROOT, text=True, capture_output=True, timeout=600,
+    command = ["tests.runtime.helpers.elastic_forked", "2", "1", "tests.runtime.helpers.hang_in_training", str(file)]
+    ended = fork_server.run(
+        [sys.executable, "-m", *command],
+        cwd=ROOT, env=fork_server.clean_environment(), text=True, capture_output=True, timeout=600,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
     said = re.search(r"step 4 is not done: process .*; process .* Stacks are in .*", ended.stdout)
