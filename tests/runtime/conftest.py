@@ -1,6 +1,8 @@
 """For tests that train."""
 
 import shutil
+from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 
@@ -13,6 +15,13 @@ def output(tmp_path_factory):
     folder = tmp_path_factory.mktemp("out")
     yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_renderer() -> Iterator[None]:
+    """The process that renders templates serves all tests, as it serves all rows; starting it takes two seconds."""
+    with mock.patch("tasks.runtime.data.pipeline.stop_rendering"):
+        yield
 
 
 @pytest.fixture(scope="module")

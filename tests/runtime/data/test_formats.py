@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from strata_platform.spec import DataRecipe, RunSpec
-from tasks.runtime.data import PreparedData, fingerprint, pipeline, prepare
-from tasks.runtime.data.template_renderer import stop_rendering
+from tasks.runtime.data import PreparedData, fingerprint, prepare
 from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -73,15 +72,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     tokenizer.chat_template = TEMPLATE
     save_tokenizer(tokenizer, folder)
     return str(folder)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_renderer() -> Iterator[None]:
-    """The process that renders templates serves all tests, as it serves all rows; starting it takes a second."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "stop_rendering", lambda: None)
-        yield
-    stop_rendering()
 
 
 @pytest.fixture

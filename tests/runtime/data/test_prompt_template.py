@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,7 @@ import pytest
 from strata_platform.errors import SpecError
 from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.local_files import require_local_files
-from tasks.runtime.data import PreparedData, fingerprint, pipeline, prepare, template_renderer
-from tasks.runtime.data.template_renderer import stop_rendering
+from tasks.runtime.data import PreparedData, fingerprint, prepare, template_renderer
 from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
 
 Prepare = Callable[..., PreparedData]
@@ -26,14 +25,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer(train_tokenizer([""]), folder)
     return str(folder)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_renderer() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "stop_rendering", lambda: None)
-        yield
-    stop_rendering()
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from transformers.models.smolvlm import processing_smolvlm
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import fingerprint, pipeline, prepare
 from tasks.runtime.data.image_files import open_picture, png_of
-from tests.runtime.data.test_formats import TEXT, forms, one_renderer  # noqa: F401
+from tests.runtime.data.test_formats import TEXT, forms
 from tests.runtime.helpers.audio_models import qwen2_audio, tone
 from tests.runtime.helpers.media_rows import asked, files_of, prepare_rows
 from tests.runtime.helpers.vision_models import llava, qwen2_5_vl, smolvlm
