@@ -10,17 +10,14 @@ from torch import nn
 from strata_kernels import patch_model, unpatch_model
 from strata_kernels.__main__ import main
 from strata_kernels.compat.liger.families import FAMILY_OF
+from strata_kernels.patch import table
 from strata_kernels.patch.table import ROWS
 from tests.kernels.helpers.tiny_models import VOCABULARY, build_tiny
 
 PAGE = Path(__file__).parents[2] / "docs" / "model-families.md"
 # Model type → operators that are fused, and those that keep their own code somewhere.
-TABLE = {
-    row[0]: (re.findall(r"\w+", row[1]), re.findall(r"`(\w+)`", row[2]))
-    for row in re.findall(
-        r"^\| `(\w+)`[^|]* \| ([^|]*) \| (—|`[^|]*) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
-    )
-}
+LISTED = re.findall(r"^\| `(\w+)`[^|]* \| ([^|]*) \| (—|`[^|]*) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+TABLE = {row[0]: (re.findall(r"\w+", row[1]), re.findall(r"`(\w+)`", row[2])) for row in LISTED}
 
 
 def run(model: nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -45,8 +42,13 @@ def run(model: nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return loss.detach(), result.detach(), gradients
 
 
-def test_the_page_lists_every_type() -> None:
-    assert TABLE.keys() == FAMILY_OF.keys() | ROWS.keys()
+def test_the_page_lists_every_type_once() -> None:
+    assert TABLE.keys() == FAMILY_OF.keys() | ROWS.keys() and len(TABLE) == len(LISTED)
+
+
+def test_no_type_has_two_rows() -> None:
+    """A dictionary of rows would keep the last one without a word."""
+    assert re.findall(r'\bRow\("(\w+)"', Path(table.__file__).read_text(encoding="utf-8")) == list(ROWS)
 
 
 @pytest.mark.parametrize("model_type", sorted(FAMILY_OF))

@@ -50,7 +50,8 @@ class Model(Section):
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = Field(
         "auto",
         description="Attention implementation, by its transformers name; `auto` is `sdpa` where the model supports it, "
-        "and `eager` elsewhere. `sdpa` uses varlen attention on packed rows if it can.",
+        "and `eager` elsewhere. `sdpa` uses varlen attention on packed rows if it can. Flash attention runs where "
+        "it is named, never by itself; models with attention sinks, as gpt-oss, have `eager` alone.",
     )
     freeze: tuple[Text, ...] = Field(
         (),

@@ -22,12 +22,14 @@ def choose_attention(attention: str, config: PretrainedConfig) -> str:
 
 def unsupported_attention(attention: str, config: PretrainedConfig) -> str | None:
     """Why a model of this configuration cannot use `model.attention`, with the way out; None if it can."""
-    needed = "flash_attn" if attention.startswith("flash") else attention
-    if attention in ("auto", "eager") or _supports(config, needed):
+    flash = attention.startswith("flash")
+    if attention in ("auto", "eager") or (_computes(config, attention) if flash else _supports(config, attention)):
         return None
-    cls = _class_of(config)
     others = "'eager'" if not _supports(config, "sdpa") else "'sdpa' or 'eager'"
-    return f"model.attention {attention!r}: {cls.__name__} does not support it; set model.attention to 'auto', {others}"
+    why = "does not support it"
+    if flash and _supports(config, "flash_attn"):
+        why += ", and transformers would load another kernel from the Hub"
+    return f"model.attention {attention!r}: {_class_of(config).__name__} {why}; set model.attention to 'auto', {others}"
 
 
 def missing_sdpa(attention: str, config: PretrainedConfig) -> str | None:
@@ -37,7 +39,11 @@ def missing_sdpa(attention: str, config: PretrainedConfig) -> str | None:
     has_attention = hasattr(config.get_text_config(), "num_attention_heads")
     if attention != "auto" or not has_attention or _supports(config, "sdpa"):
         return None
-    flash = "; with flash_attention_2 installed, set model.attention to it" if _supports(config, "flash_attn") else ""
+    flash = ""
+    if _computes(config, "flash_attention_2"):
+        flash = "; with flash_attention_2 installed, set model.attention to it"
+    elif _supports(config, "flash_attn"):
+        flash = "; flash_attention_2 and flash_attention_3 do not compute its attention either"
     return (
         f"{_class_of(config).__name__} does not support sdpa, so attention runs eager, which keeps the scores of all "
         f"pairs of tokens in a row{flash}"
@@ -49,9 +55,17 @@ def _class_of(config: PretrainedConfig) -> Any:
     return auto_class(config)._model_mapping.get(type(config), None)
 
 
+def _computes(config: PretrainedConfig, flash: str) -> bool:
+    """Whether the class has flash attention, and by this package: a model with attention sinks lists those that do."""
+    known = (getattr(cls, "_compatible_flash_implementations", None) for cls in _classes_of(config))
+    return _supports(config, "flash_attn") and all(names is None or flash in names for names in known)
+
+
+def _classes_of(config: PretrainedConfig) -> set[Any]:
+    """The class of the model, and that of its language model, such as Gemma 2's in PaliGemma."""
+    return {_class_of(config), _class_of(config.get_text_config())} - {None}
+
+
 def _supports(config: PretrainedConfig, implementation: str) -> bool:
-    """Whether the class says that it has `sdpa` or `flash_attn`, and that of its language model, such as Gemma 2's in
-    PaliGemma. An unknown class answers when it is built.
-    """
-    classes = {_class_of(config), _class_of(config.get_text_config())} - {None}
-    return all(bool(getattr(cls, f"_supports_{implementation}", False)) for cls in classes)
+    """Whether the classes say that they have `sdpa` or `flash_attn`. An unknown class answers when it is built."""
+    return all(bool(getattr(cls, f"_supports_{implementation}", False)) for cls in _classes_of(config))

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +37,27 @@ _OF_PACKED_ROWS = frozenset(
 )
 # Arguments that hold the state of earlier calls, in generation.
 _CACHES = ("cache_params", "past_key_values", "past_key_value")
-# Packages with fast kernels: by the function of the layer's module that falls back to PyTorch without them.
+
+
+class _FastPath(NamedTuple):
+    """A package with fast kernels, and what transformers computes in PyTorch without it."""
+
+    module: str
+    package: str
+    instead: str
+
+
+_SCAN = _FastPath("mamba_ssm", "mamba-ssm", "a loop over tokens")
+_DELTA = _FastPath("fla", "flash-linear-attention", "a loop over chunks of 64 tokens")
+# By the function of the layer's module that falls back to PyTorch.
 _FAST_PATHS = {
-    "causal_conv1d_fn": ("causal_conv1d", "causal-conv1d"),
-    "mamba2_chunk_scan": ("mamba_ssm", "mamba-ssm"),
-    "selective_scan_fn": ("mamba_ssm", "mamba-ssm"),
-    "torch_chunk_gated_delta_rule": ("fla", "flash-linear-attention"),
-    "chunk_kda": ("fla", "flash-linear-attention"),
+    "causal_conv1d_fn": _FastPath("causal_conv1d", "causal-conv1d", "PyTorch's convolution"),
+    "mamba2_chunk_scan": _FastPath("mamba_ssm", "mamba-ssm", "products over whole chunks of tokens in fp32"),
+    "mamba_selective_scan": _SCAN,
+    "selective_scan_fn": _SCAN,
+    "torch_chunk_gated_delta_rule": _DELTA,
+    "chunk_kimi_delta_attention": _DELTA,
+    "chunk_kda": _DELTA,
 }
 
 
@@ -66,24 +80,41 @@ def _is_recurrent(module: nn.Module) -> bool:
     return bool(names & _STATE_NAMES) or any(conv.groups == conv.in_channels > 1 for conv in convolutions)
 
 
-def missing_fast_paths(model: PreTrainedModel) -> list[str]:
-    """Packages that would compute the recurrent layers of `model` by fast kernels and are not installed, sorted."""
-    return sorted(package for package, installed in _fast_paths(model).items() if not installed)
+def missing_fast_paths(model: PreTrainedModel) -> dict[str, str]:
+    """Packages that would compute the recurrent layers of `model` by fast kernels and are not installed, sorted, each
+    with what runs in its place.
+    """
+    missing = {path.package: path.instead for path in _fast_paths(model) if not _installed(path)}
+    return dict(sorted(missing.items()))
+
+
+def describe_recurrent_layers(model: PreTrainedModel) -> str | None:
+    """The recurrent layers of `model` and what computes them, one line for the log; None if it has none."""
+    layers = recurrent_layers(model)
+    if not layers:
+        return None
+    line = f"{len(layers)} {', '.join(sorted({type(layer).__name__ for layer in layers.values()}))}"
+    if missing := missing_fast_paths(model):
+        line += (
+            f"; {' and '.join(missing)} not installed, so transformers' slower PyTorch code runs: "
+            f"{' and '.join(missing.values())}"
+        )
+    return line
 
 
 def needs_gpu(model: PreTrainedModel) -> bool:
     """Whether recurrent layers of `model` run the kernels of an installed package, which need a GPU."""
-    return any(_fast_paths(model).values())
+    return any(_installed(path) for path in _fast_paths(model))
 
 
-def _fast_paths(model: PreTrainedModel) -> dict[str, bool]:
-    """The packages that the recurrent layers of `model` use where they are installed, and whether they are."""
+def _fast_paths(model: PreTrainedModel) -> list[_FastPath]:
+    """What the recurrent layers of `model` use where it is installed."""
     modules = {sys.modules[type(layer).__module__] for layer in recurrent_layers(model).values()}
-    return {
-        package: importlib.util.find_spec(name) is not None
-        for function, (name, package) in _FAST_PATHS.items()
-        if any(hasattr(module, function) for module in modules)
-    }
+    return [path for name, path in _FAST_PATHS.items() if any(hasattr(module, name) for module in modules)]
+
+
+def _installed(path: _FastPath) -> bool:
+    return importlib.util.find_spec(path.module) is not None
 
 
 def isolate_sequences(model: PreTrainedModel) -> None:

@@ -52,7 +52,7 @@ from tasks.runtime.models.pissa import (
     set_initial_matrices,
 )
 from tasks.runtime.models.quantization import quantize_linear_layers
-from tasks.runtime.models.recurrent_layers import missing_fast_paths, recurrent_layers
+from tasks.runtime.models.recurrent_layers import describe_recurrent_layers, missing_fast_paths
 from tasks.runtime.models.trained_weights import AVERAGED_BY
 from tasks.runtime.objectives import ObjectiveContext, build_validation_objective
 from tasks.runtime.objectives.training_step import TrainingStep, build_training_step
@@ -471,11 +471,8 @@ def _log_summary(run: Session, step: TrainingStep, steps: int, resume_from: Path
         log.warning("training.activation_offloading has no effect without a GPU: activations are in host memory")
     if step.varlen:
         log.info("attention: varlen, without masks")
-    if recurrent := recurrent_layers(model):
-        missing = missing_fast_paths(model)
-        slow = f"; {' and '.join(missing)} not installed, so PyTorch's slower code runs" if missing else ""
-        names = ", ".join(sorted({type(layer).__name__ for layer in recurrent.values()}))
-        log.log(logging.WARNING if missing else logging.INFO, "recurrent layers: %d %s%s", len(recurrent), names, slow)
+    if line := describe_recurrent_layers(model):
+        log.log(logging.WARNING if missing_fast_paths(model) else logging.INFO, "recurrent layers: %s", line)
     unfused = patched is not None and not patched.replaced
     log.log(logging.WARNING if unfused else logging.INFO, "kernels: %s", patched.summary() if patched else "off")
     if patched is not None and patched.by_structure:

@@ -10,7 +10,13 @@ from strata_platform.spec.training import Training
 from tasks.runtime.models.activation_checkpointing import checkpoint_activations
 from tasks.runtime.models.build import support_packed_rows
 from tasks.runtime.models.packing_support import supports_packing
-from tasks.runtime.models.recurrent_layers import _similar, isolate_sequences, missing_fast_paths, recurrent_layers
+from tasks.runtime.models.recurrent_layers import (
+    _similar,
+    describe_recurrent_layers,
+    isolate_sequences,
+    missing_fast_paths,
+    recurrent_layers,
+)
 from tests.runtime.helpers.hybrid_families import (
     POSITIONS,
     RECURRENT,
@@ -91,6 +97,17 @@ def test_padding_adds_at_most_a_third():
 
 
 def test_packages_with_fast_kernels_are_named_by_what_a_family_calls():
-    assert missing_fast_paths(build_family("qwen3_next")) == ["causal-conv1d", "flash-linear-attention"]
-    assert missing_fast_paths(build_family("nemotron_h")) == ["causal-conv1d", "mamba-ssm"]
-    assert missing_fast_paths(build_family("recurrent_gemma")) == []
+    packages = {
+        "qwen3_next": ["causal-conv1d", "flash-linear-attention"],
+        "kimi_linear": ["causal-conv1d", "flash-linear-attention"],
+        "nemotron_h": ["causal-conv1d", "mamba-ssm"],
+        "jamba": ["causal-conv1d", "mamba-ssm"],
+        "lfm2": ["causal-conv1d"],
+        "recurrent_gemma": [],
+    }
+    assert {family: list(missing_fast_paths(build_family(family))) for family in packages} == packages
+    assert describe_recurrent_layers(build_family("jamba")) == (
+        "1 JambaMambaMixer; causal-conv1d and mamba-ssm not installed, so transformers' slower PyTorch code runs: "
+        "PyTorch's convolution and a loop over tokens"
+    )
+    assert describe_recurrent_layers(build_family("recurrent_gemma")) == "1 RecurrentGemmaRecurrentBlock"
