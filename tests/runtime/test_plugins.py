@@ -2,10 +2,7 @@
 
 import importlib
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -22,8 +19,8 @@ from tests.runtime.helpers.documented_plugin import write_plugin
 from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_forked import launch
 from tests.runtime.helpers.train_only import train_spec
+from tests.workflows.helpers.forked_flyte import pyflyte
 
-ROOT = Path(__file__).parents[2]
 FOCAL = {"type": "custom", "object": "my_plugin.losses:Focal"}
 CELLS = [("hf", 2), ("lightning", 4), ("torch", 1)]
 
@@ -229,14 +226,7 @@ def test_it_runs_as_a_flyte_workflow(plugin, tmp_path):
     spec = make_spec(tmp_path, "flyte", training={"steps": 1, "micro_batch_size": 2})
     file = tmp_path / "spec.yaml"
     file.write_text(yaml.safe_dump(spec.model_dump(mode="json")))
-    ended = subprocess.run(
-        [Path(sys.executable).with_name("pyflyte"), "run", "workflows/finetune.py", "finetune", "--spec", str(file)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{plugin[0]}:{os.environ.get('PYTHONPATH', '')}"},
-        text=True,
-        capture_output=True,
-        timeout=300,
-    )
+    ended = pyflyte("run", "workflows/finetune.py", "finetune", "--spec", str(file), PYTHONPATH=str(plugin[0]))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     record = CompletionRecord.load(tmp_path / "flyte" / "record.json")
     assert (record.status, record.loss_unit) == ("complete", "focal loss per token")

@@ -4,10 +4,6 @@ its scores, and their outputs.
 
 import csv
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,9 +16,7 @@ from tasks import align
 from tasks.runtime.run_folder.record import CompletionRecord
 from tests.runtime.helpers.preference_pairs import PAIRS, write_pairs
 from tests.runtime.helpers.pretrained_folder import save_pretrained
-
-ROOT = Path(__file__).parents[2]
-PYFLYTE = Path(sys.executable).with_name("pyflyte")
+from tests.workflows.helpers.forked_flyte import pyflyte
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +57,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ended(folder):
-    return subprocess.run(
-        [PYFLYTE, "run", "workflows/align.py", "align", "--stages", str(folder / "align.yaml")],
-        cwd=ROOT,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        text=True,
-        capture_output=True,
-        timeout=500,
-    )
+    return pyflyte("run", "workflows/align.py", "align", "--stages", str(folder / "align.yaml"))
 
 
 def test_each_stage_is_a_whole_run_and_starts_from_the_one_before(folder, ended):

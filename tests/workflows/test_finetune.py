@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tasks.runtime.run_folder.record import CompletionRecord
+from tests.workflows.helpers import forked_flyte
 
 ROOT = Path(__file__).parents[2]
 PYFLYTE = Path(sys.executable).with_name("pyflyte")
@@ -197,8 +198,9 @@ def test_a_mixture_gives_its_shares(tmp_path):
         sources.append({"source": str(path), "weight": weight})
     spec = {**SMALL, "name": "mixed", "data": {"sequence_length": 64, "packing": False, "sources": sources}}
     file = tmp_path / "spec.yaml"
-    file.write_text(yaml.safe_dump({**spec, "training": {"steps": 25}, "output": str(tmp_path / "out")}))
-    ended = pyflyte(file)
+    # Ten steps of four rows, as many of each source as its share says.
+    file.write_text(yaml.safe_dump({**spec, "training": {"steps": 10}, "output": str(tmp_path / "out")}))
+    ended = forked_flyte.pyflyte("run", "workflows/finetune.py", "finetune", "--spec", str(file))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = json.loads((tmp_path / "out" / "mixed" / "record.json").read_text())["sources"]
     assert [share["row_share"] for share in found] == pytest.approx([0.5, 0.3, 0.2], abs=0.01)

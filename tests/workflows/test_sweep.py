@@ -1,11 +1,7 @@
 """Many runs side by side, on one machine: what `pyflyte run workflows/sweep.py sweep` leaves."""
 
 import csv
-import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -19,9 +15,7 @@ from tasks.runtime.process.signals import Preempted
 from tasks.runtime.report.comparison import Trial, render_comparison
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.sweep import compare, outcome
-
-ROOT = Path(__file__).parents[2]
-PYFLYTE = Path(sys.executable).with_name("pyflyte")
+from tests.workflows.helpers.forked_flyte import pyflyte
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +32,7 @@ def swept(tmp_path_factory):
     (folder / "spec.yaml").write_text(yaml.safe_dump(spec))
     (folder / "grid.yaml").write_text("fields: {model.name: [./nowhere, tiny-llama]}")
     files = ["--spec", str(folder / "spec.yaml"), "--grid", str(folder / "grid.yaml")]
-    command = [PYFLYTE, "run", "workflows/sweep.py", "sweep", *files]
-    ended = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"}, text=True, capture_output=True, timeout=400
-    )
+    ended = pyflyte("run", "workflows/sweep.py", "sweep", *files)
     return folder / "out" / "sweep", ended
 
 
