@@ -2,10 +2,14 @@
 
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
+from tests.helpers import fork_server
 from tests.runtime.helpers.narrow_preset import narrow
 
 
@@ -15,6 +19,18 @@ def output(tmp_path_factory):
     folder = tmp_path_factory.mktemp("out")
     yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def forked_readers() -> Iterator[None]:
+    """Forks read what is exported; in `workflows/test_finetune` an interpreter of its own does."""
+    from tasks.runtime.export import adapter_export, check_folder
+
+    forks = SimpleNamespace(run=partial(fork_server.run, env=fork_server.clean_environment()))
+    with ExitStack() as held:
+        for module in (adapter_export, check_folder):
+            held.enter_context(mock.patch.object(module, "subprocess", forks))
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -18,7 +18,7 @@ from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_only import train_spec
 
 pytestmark = [
-    pytest.mark.usefixtures("narrowed"),
+    pytest.mark.usefixtures("narrowed", "forked_readers"),
     pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::UserWarning:peft"),
 ]
 ADDED = ["<|tool|>", "<|think|>", "<|im_end|>"]

@@ -1,6 +1,5 @@
 """Two processes measure all-reduces over gloo, as `helm test` starts them."""
 
-import os
 import re
 import socket
 import subprocess
@@ -8,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers import fork_server
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = [sys.executable, "-m", "tasks.runtime.faults.all_reduce_test"]
@@ -18,9 +19,9 @@ def test_a_bandwidth_below_the_minimum_fails_on_every_rank(minimum, status):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    common = fork_server.clean_environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2")
     started = [
-        subprocess.Popen(
+        fork_server.Popen(
             [*PROGRAM, "--largest", "2", "--min-bandwidth", minimum], cwd=ROOT, text=True, stdout=subprocess.PIPE,
             env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_NAME": f"node-{rank}"},
         )

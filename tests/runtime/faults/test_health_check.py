@@ -1,10 +1,7 @@
 """What is unfit to train on is refused by every process, and named, before anything is loaded."""
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,18 +14,16 @@ from tasks.runtime.process.error_explanations import explain
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.process.watchdog import Watchdog
 from tasks.runtime.run_folder.folder import RunFolder
+from tests.helpers import fork_server
 from tests.runtime.helpers.unhealthy_processes import CASES, wrong_products
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
 def said():
     """By case: what both processes raised."""
-    ended = subprocess.run(
+    ended = fork_server.run(
         [sys.executable, "-m", "tests.runtime.helpers.unhealthy_processes"],
-        cwd=ROOT, env={**os.environ, "NODE_NAME": "node-b", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
-        text=True, capture_output=True, timeout=600,
+        env=fork_server.clean_environment(NODE_NAME="node-b"), text=True, capture_output=True, timeout=600,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return dict(zip(CASES, map(json.loads, ended.stdout.splitlines()), strict=True))

@@ -25,6 +25,7 @@ from tasks.runtime.warmup.plan import plan_kernels
 from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_only import train_spec
 
+pytestmark = pytest.mark.usefixtures("forked_readers")
 STEPS, SAVED = 4, 2
 TOKENS = torch.arange(5, 37)[None]
 VARIANTS = {

@@ -23,6 +23,7 @@ from tests.runtime.helpers.preference_pairs import write_pairs
 from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_only import train_spec
 
+pytestmark = pytest.mark.usefixtures("forked_readers")
 PAIRS = [{**pair, "margin": None if n % 3 == 0 else n / 10} for n, pair in enumerate(ALL[:16])]
 
 

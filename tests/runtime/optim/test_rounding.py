@@ -140,12 +140,12 @@ def test_steps_repeat_bit_for_bit_and_go_on_from_a_checkpoint(type, precision, t
         return train(torch.bfloat16, steps, model, build_optimizer(model, spec))
 
     spec = spec_of(type=type, precision=precision)
-    whole = trained(range(4))
-    assert all(map(torch.equal, bits(*whole), bits(*trained(range(4)))))
+    whole = trained(range(3))
+    # A run of its own, which would be another if its first steps did not repeat.
     model, optimizer = trained(range(2))
     again = build_optimizer(model, spec)
     load_optimizer(saved(tmp_path, model, optimizer), model, again)
-    train(torch.bfloat16, range(2, 4), model, again)
+    train(torch.bfloat16, range(2, 3), model, again)
     assert all(map(torch.equal, bits(*whole), bits(model, again)))
 
 
