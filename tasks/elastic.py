@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -25,6 +26,7 @@ from strata_platform.spec import RunSpec
 from tasks.paths import directory, is_local
 from tasks.runtime.metrics import startup
 from tasks.runtime.process.error_explanations import MemoryKills
+from tasks.runtime.run_folder.kept_logs import kept_logs
 from tasks.steps.train_step import (
     described,
     end_stopped_pod,
@@ -59,6 +61,10 @@ class TrainingTask(PytorchElasticFunctionTask):
 
     def _execute(self, **kwargs: Any) -> Any:
         startup.mark_pod()
+        with nullcontext() if is_local() else kept_logs(kwargs["spec"]):
+            return self._train(**kwargs)
+
+    def _train(self, **kwargs: Any) -> Any:
         spec: RunSpec = kwargs["spec"]
         prepare_pod(spec)
         import torch.distributed as dist

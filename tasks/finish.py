@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from strata_platform.spec import DataRecipe, RunSpec
 from tasks.attempts import retried_by_flyte
 from tasks.paths import directory, file, is_local, is_stored
 from tasks.runtime.process.log import configure_logging
+from tasks.runtime.run_folder.kept_logs import kept_logs
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.steps import finish_step as steps
 
@@ -31,7 +33,7 @@ class Exported(NamedTuple):
 def finish(spec: RunSpec, record: CompletionRecord, weights: FlyteDirectory, data: FlyteDirectory) -> Exported:
     """Evaluate a complete run, and write the model, the report and the record. The report is also the task's Deck."""
     configure_logging()
-    with retried_by_flyte():
+    with nullcontext() if is_local() else kept_logs(spec), retried_by_flyte():
         done = steps.finish(spec, record, Path(weights.download()), Path(data.download()))
     Deck("Training", done.report)
     outputs = Exported(directory(done.folder.model), file(done.folder.report), file(done.folder.record))

@@ -18,7 +18,7 @@ from pydantic_core import to_json
 from strata_platform import client as clients
 from strata_platform.client import BackendName, Client
 from strata_platform.errors import RunNotFound, SpecError, StrataError
-from strata_platform.runs import MetricPoint, Phase, Run
+from strata_platform.runs import LogLine, MetricPoint, Phase, Run
 
 app = typer.Typer()
 
@@ -185,7 +185,10 @@ def logs(
     backend: _Backend = "local",
     poll: _Poll = 0.5,
 ) -> None:
-    """Print the log of a run. Exit code 1 if a run that is followed does not succeed."""
+    """Print the log of a run, also of pods that are gone. Exit code 1 if a run that is followed does not succeed.
+
+    The path or URL of the folder of a run on a cluster gives the logs that are kept there.
+    """
     with errors():
         client = connect(backend, poll=poll)
         if follow:
@@ -301,11 +304,13 @@ def _follow(client: Client, name: str, *, times: bool, rank: int | None) -> None
 
 
 def _print_log(client: Client, name: str, *, follow: bool, times: bool, rank: int | None) -> None:
-    status = _StatusLine()
+    status, heading = _StatusLine(), _Heading()
     try:
         for line in client.logs(name, follow=follow, show=status.show if sys.stdout.isatty() else None):
             if rank is None or line.rank == rank:
                 status.clear()
+                if text := heading.before(line):
+                    typer.echo(text)
                 typer.echo(f"{_clock(line.time) + ' ' if times else ''}{line.prefix} {line.text}")
     finally:
         status.clear()
@@ -317,6 +322,28 @@ def _end(run: Run) -> None:
     message = f": {run.message}" if run.message else f", outputs: strata outputs {run.name}" * good
     typer.echo(f"{run.name} {run.phase}{message}", err=not good)
     raise typer.Exit(0 if good else 1)
+
+
+class _Heading:
+    """Names the attempt, the pod and the time where a log goes on in another attempt, or is of a pod that is gone."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[int, str, str]] = set()
+        self._is_needed = False
+
+    def before(self, line: LogLine) -> str:
+        """The heading before a line; empty if it has been given one, or needs none."""
+        its = (line.attempt, line.source, line.kept)
+        if its in self._seen:
+            return ""
+        self._seen.add(its)
+        # Of a first attempt whose pods exist, the usual case, the lines' ranks say enough.
+        self._is_needed = self._is_needed or bool(line.kept or line.attempt)
+        if not self._is_needed:
+            return ""
+        pod = f"pod {line.source}, " if line.source else ""
+        gone = "which is gone, " if line.kept else ""
+        return f"-- attempt {line.attempt}, {pod}{gone}from {_clock(line.time)} --"
 
 
 class _StatusLine:

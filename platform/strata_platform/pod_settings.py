@@ -25,6 +25,12 @@ _SHARED_MEMORY, _SHARED_MEMORY_PATH = "strata-shared-memory", "/dev/shm"  # noqa
 SPEC = "STRATA_SPEC"
 """Environment variable with the run spec, in pods that `tasks.runtime.launch` starts in."""
 
+ATTEMPT = "STRATA_ATTEMPT"
+"""Environment variable with the number of the attempt, from 0, in pods of a JobSet."""
+
+ATTEMPT_VARIABLES = (ATTEMPT, "FLYTE_ATTEMPT_NUMBER")
+"""Those that have it, of any cluster."""
+
 QUEUE = "kueue.x-k8s.io/queue-name"
 """Kueue's label with the queue of an object."""
 

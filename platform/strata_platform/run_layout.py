@@ -8,6 +8,7 @@
     stored_outputs.json  where a cluster keeps the model, the report and the record
     weights/             the trained weights on their way to evaluation and export
     attempts.txt         a line for each start of the training processes
+    logs/                what the processes of its pods printed, a file for each start of a pod; see `kept_log`
     hangs/               stacks of processes that hung, by start
     tensorboard/         event files
     data_commit.txt      the commits of the Hub data sets that the run reads, a line for each source
@@ -26,6 +27,7 @@ METRICS = "metrics.jsonl"
 RECORD = "record.json"
 MODEL = "model"
 REPORT = "report.html"
+LOGS = "logs"
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,11 @@ class RunLayout:
     def hangs(self) -> Path:
         """Stacks of processes that hung, by start."""
         return self.root / "hangs"
+
+    @property
+    def logs(self) -> Path:
+        """What the processes of the run's pods printed; missing on one machine."""
+        return self.root / LOGS
 
     @property
     def weights(self) -> Path:

@@ -96,6 +96,8 @@ class LogLine:
     source: str = ""
     """The pod or process that printed it, where the rank does not say it."""
     attempt: int = 0
+    kept: str = ""
+    """The kept log that it was read from, because the pod's own log is gone: a file in `logs` of the run's folder."""
 
     @property
     def prefix(self) -> str:

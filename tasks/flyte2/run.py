@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from tasks.flyte2.final_errors import final_unless_retried
 from tasks.flyte2.pod_overrides import IMAGE, size
 from tasks.runtime.metrics import startup
 from tasks.runtime.process.log import configure_logging
+from tasks.runtime.run_folder.kept_logs import kept_logs
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.steps import finish_step, prepare_step
 from tasks.steps.agent import train_in_pod
@@ -95,8 +97,8 @@ async def train(spec: RunSpec, data: Dir) -> Trained:
     startup.mark_pod()
     folder = Path(await data.download())
     startup.mark("data")
-    with final_unless_retried():
-        record, weights = train_in_pod(spec, folder)
+    with final_unless_retried(), nullcontext() if is_local() else kept_logs(spec) as keep_the_rest:
+        record, weights = train_in_pod(spec, folder, keep_the_rest)
     # The processes are gone, so the GPUs are idle while the store is waited for.
     return Trained(record, await stored(weights))
 
@@ -106,7 +108,7 @@ async def finish(spec: RunSpec, record: CompletionRecord, weights: Dir, data: Di
     """Evaluate a complete run, and write the model, the report and the record. The report is also the task's."""
     configure_logging()
     folders = Path(await weights.download()), Path(await data.download())
-    with final_unless_retried():
+    with final_unless_retried(), nullcontext() if is_local() else kept_logs(spec):
         done = finish_step.finish(spec, record, *folders)
     await flyte.report.replace.aio(done.report)
     outputs = Exported(

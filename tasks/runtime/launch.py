@@ -20,12 +20,13 @@ from pathlib import Path
 from strata_platform.errors import SpecError
 from strata_platform.outcomes import BAD_INPUT, COMPLETE, PREEMPTED, Outcome, outcome_of_exit, outcome_of_job
 from strata_platform.pod_settings import SPEC, STOP_SECONDS
-from strata_platform.spec import dump_spec, load_spec
+from strata_platform.spec import RunSpec, dump_spec, load_spec
 from strata_platform.spec.run_spec import Topology
 from tasks.runtime.metrics import startup
 from tasks.runtime.process.error_explanations import MemoryKills
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.process.signals import Preempted, die_with_parent, raise_on_sigterm
+from tasks.runtime.run_folder.kept_logs import kept_logs
 
 log = logging.getLogger("tasks.runtime.launch")
 
@@ -95,8 +96,17 @@ def main() -> int:
     except SpecError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT.exit_code
-    kills = MemoryKills()
     pod = int(os.environ.get(POD, "0"))
+    first = pod * spec.topology.nproc_per_node
+    with kept_logs(spec, first):
+        outcome = _run(spec, pod, first)
+    # A shell's way to count signals, and a container's.
+    return outcome.exit_code if outcome.exit_code >= 0 else 128 - outcome.exit_code
+
+
+def _run(spec: RunSpec, pod: int, first: int) -> Outcome:
+    """Run the processes of the `pod`-th pod, of which `first` is the rank of the first one."""
+    kills = MemoryKills()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "spec.yaml"
         file.write_text(dump_spec(spec), encoding="utf-8")
@@ -105,10 +115,9 @@ def main() -> int:
     outcome = outcome_of_job(codes)
     if stopped and outcome is not COMPLETE:
         outcome = PREEMPTED
-    if message := _message(outcome, codes, pod * spec.topology.nproc_per_node, kills, spec.resources.memory):
+    if message := _message(outcome, codes, first, kills, spec.resources.memory):
         print(f"error: {message}", file=sys.stderr)
-    # A shell's way to count signals, and a container's.
-    return outcome.exit_code if outcome.exit_code >= 0 else 128 - outcome.exit_code
+    return outcome
 
 
 def _message(outcome: Outcome, codes: Sequence[int], first: int, kills: MemoryKills, memory: str) -> str | None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from strata_platform.outcomes import PREEMPTED
@@ -36,15 +38,15 @@ ENDPOINT = "PET_RDZV_ENDPOINT"
 """Environment variable with the address of the rendezvous, which the training operator sets in pods of a job."""
 
 
-def train_in_pod(spec: RunSpec, data: Path) -> Trained:
-    """Train in all processes of this pod and return what rank 0 returns.
+def train_in_pod(spec: RunSpec, data: Path, before_end: Callable[[], object] | None = None) -> Trained:
+    """Train in all processes of this pod and return what rank 0 returns. before_end: called when SIGTERM ends it.
 
     Raises:
         Retry: another attempt may succeed.
         RuntimeError: none can; the error of the process that failed first.
         SystemExit: the pod was told to stop, or its work is done and rank 0 is in another pod.
     """
-    end_on_sigterm()
+    end_on_sigterm(before_end)
     prepare_pod(spec)
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -76,7 +78,7 @@ def train_in_pod(spec: RunSpec, data: Path) -> Trained:
         raise _failure(error, spec, kills) from error
     finally:
         # The agent leaves a handler behind that raises wherever this process is, such as in an upload.
-        end_on_sigterm()
+        end_on_sigterm(before_end)
     if 0 not in results:
         wait_for_main_pod()
         # If this pod was stopped for a reason of its own, exit code 0 would end the job as a success.
@@ -84,11 +86,17 @@ def train_in_pod(spec: RunSpec, data: Path) -> Trained:
     return results[0]
 
 
-def end_on_sigterm() -> None:
-    """End this process at once on SIGTERM, which the first process of a container ignores by default."""
+def end_on_sigterm(before_end: Callable[[], object] | None) -> None:
+    """End this process on SIGTERM, which the first process of a container ignores by default."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if before_end is not None:
+            before_end()
+        os._exit(PREEMPTED.exit_code)
+
     # Where tasks run in another thread, on one machine, the process has a user at its keyboard.
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(PREEMPTED.exit_code))
+        signal.signal(signal.SIGTERM, end)
 
 
 def _failure(reported: ChildFailedError, spec: RunSpec, kills: MemoryKills) -> RuntimeError:

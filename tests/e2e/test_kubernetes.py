@@ -10,6 +10,7 @@ from kubernetes import client
 from strata_platform.backends.job_set import job_set
 from strata_platform.backends.kubernetes import KubernetesBackend
 from strata_platform.backends.kubernetes_objects import WORKLOADS, is_of
+from strata_platform.backends.local import LocalBackend
 from strata_platform.client import Client
 from strata_platform.errors import RunExists
 from strata_platform.kubernetes_api import ApiError
@@ -90,6 +91,35 @@ def test_a_run_is_prepared_trained_evaluated_and_exported(cluster, runs, killed)
     assert json.loads(cluster.window("cat", outputs.record))["status"] == "complete"
     (listed,) = [run for run in runs.list() if run.name == spec.name]
     assert listed.phase is Phase.SUCCEEDED
+
+
+def test_what_lost_and_removed_pods_said_stays_readable(cluster, runs, tmp_path):
+    spec = named("lost-log")
+    runs.submit(spec)
+    until_step(cluster, runs, spec, MIDDLE)
+    mine = f"strata/run={spec.name}"
+    chosen = f"{mine},batch.kubernetes.io/job-completion-index=0"
+    (pod,) = cluster.core.list_namespaced_pod(NAMESPACE, label_selector=chosen).items
+    cluster.core.delete_namespaced_pod(pod.metadata.name, NAMESPACE)
+    until("the next attempt trains", lambda: any(point["attempt"] == 1 for point in points(cluster, spec)))
+
+    # This machine does not mount the volume: the present pod of rank 0 repeats it.
+    lines = list(runs.logs(spec.name))
+    lost = [line for line in lines if line.kept]
+    assert {line.attempt for line in lost} == {0} and any(line.text.startswith("step ") for line in lost)
+    assert {line.attempt for line in lines if not line.kept} == {1}
+    assert [line.time for line in lines] == sorted(line.time for line in lines)
+
+    assert runs.wait(spec.name, timeout=PATIENCE).phase is Phase.SUCCEEDED
+    cluster.core.delete_collection_namespaced_pod(NAMESPACE, label_selector=mine)
+    until("its pods are removed", lambda: not cluster.core.list_namespaced_pod(NAMESPACE, label_selector=mine).items)
+    logs = f"{spec.output}/{spec.name}/logs"
+    (tmp_path / "logs").mkdir()
+    for name in cluster.window("ls", logs).split():
+        (tmp_path / "logs" / name).write_text(cluster.window("cat", f"{logs}/{name}"))
+    kept = list(Client(LocalBackend(tmp_path / "names")).logs(str(tmp_path)))
+    assert {line.attempt for line in kept} == {0, 1} and any("validation loss" in line.text for line in kept)
+    assert len({(line.kept, line.time, line.rank, line.text) for line in kept}) == len(kept)
 
 
 def test_a_run_that_has_succeeded_is_not_started_again(cluster, runs, killed):

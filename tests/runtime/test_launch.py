@@ -1,7 +1,9 @@
 """The first process of a pod: it starts the others, stops them together, and ends as they did."""
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -9,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from strata_platform import kept_log
 from strata_platform.spec.run_spec import Topology
 from tasks.runtime.launch import environments, run_processes
 
 PYTHON = [sys.executable, "-S", "-c"]
 WAIT = "import time; time.sleep(60)"
+ROOT = Path(__file__).parents[2]
+SOURCE = os.pathsep.join(map(str, (ROOT, ROOT / "platform")))
 
 
 def test_ranks_are_those_of_torchrun(monkeypatch):
@@ -56,10 +61,10 @@ def launch(tmp_path):
             "module.subprocess.Popen = lambda command, **more: popen(child, **more)\n"
             "sys.exit(module.main())"
         )
-        given = {"STRATA_SPEC": '{"output": "/r"}', **variables}
+        given = {"STRATA_SPEC": json.dumps({"output": str(tmp_path / "runs")}), **variables}
         return subprocess.Popen(
             [sys.executable, "-c", wrapper], env=os.environ | given, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, cwd=Path(__file__).parents[2],
+            text=True, cwd=ROOT,
         )  # fmt: skip
 
     return start
@@ -89,6 +94,7 @@ def test_a_pod_that_is_told_to_stop_ends_as_preempted_unless_its_work_is_done(la
         "time.sleep(60)"
     )
     with launch(program) as process:
+        assert "is on the pod's own disk" in process.stdout.readline()
         assert process.stdout.readline() == "here\n"
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=600)
@@ -99,3 +105,33 @@ def test_a_wrong_spec_is_bad_input(launch):
     with launch("", STRATA_SPEC="training: {steps: no}") as process:
         _, errors = process.communicate(timeout=600)
     assert process.returncode == 2 and "training.steps" in errors
+
+
+def test_what_a_killed_process_printed_is_kept_in_the_runs_folder(launch, tmp_path):
+    program = (
+        "import logging, os, sys\nhandler = logging.StreamHandler()\n"
+        "from tasks.runtime.process.kept_output import keep_output\nkeep_output()\n"
+        "print('step 1', end=''); print(' of 9')\nhandler.emit(logging.makeLogRecord({'msg': 's3://me:word@host/x'}))\n"
+        "print('@strata {\"steps\":9}')\nfor number in range(2000): print('line', number)\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    with launch(program, PYTHONPATH=SOURCE, STRATA_ATTEMPT="2") as process:
+        process.communicate(timeout=600)
+    (file,) = (tmp_path / "runs").glob("*/logs/*.jsonl")
+    warned, first, *middle, last, why = kept_log.parse(file.name, file.read_bytes())
+    assert "is on the pod's own disk" in warned.text
+    assert (first.text, first.rank, first.attempt, first.source) == ("step 1 of 9", 0, 2, socket.gethostname())
+    assert [line.text for line in middle] == ["s3://...@host/x", *(f"line {number}" for number in range(1999))]
+    assert last.text == "line 1999" and why.text.startswith("error: rank 0: a process was killed by SIGKILL")
+
+
+def test_a_log_that_cannot_be_kept_is_named_once_and_harms_no_run(launch):
+    with launch(
+        "", STRATA_SPEC='{"output": "/proc/nowhere", "checkpoint": {"url": "file:///proc/nowhere"}}'
+    ) as process:
+        text, errors = process.communicate(timeout=600)
+    assert (process.returncode, errors) == (0, "")
+    assert [line.partition(",")[0] for line in text.splitlines()] == [
+        "this pod's log cannot be kept in /proc/nowhere/finetune/logs",
+        "this pod's log cannot be kept in file:///proc/nowhere/finetune/logs",
+    ]

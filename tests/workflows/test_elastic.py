@@ -12,8 +12,10 @@ import torch
 from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.types.directory import FlyteDirectory
 
+from strata_platform import kept_log
 from strata_platform.spec import RunSpec
-from tasks import topology
+from tasks import finish, topology
+from tasks.runtime.run_folder import kept_logs
 from tasks.steps.train_step import wait_for_main_pod
 from tests.helpers import fork_server
 
@@ -81,6 +83,27 @@ def test_end_of_an_attempt(name, where, says, tmp_path):
     assert ended.returncode == 0, ended.stderr
     for words in says:
         assert words in ended.stdout
+    kept = [kept_log.parse(file.name, file.read_bytes()) for file in tmp_path.glob("*/logs/*.jsonl")]
+    assert len(kept) == (where == "cluster")
+    if kept:
+        lines = {(line.rank, line.text) for line in kept[0]}
+        # Of the agent and of its processes, of which the second may not have come as far.
+        assert (0, "at work") in lines and any(says[0] in text for rank, text in lines if rank is None)
+
+
+def test_a_pod_that_evaluates_keeps_its_log(tmp_path, monkeypatch):
+    def fail(spec, record, weights, data):
+        raise ValueError("the record is of another run")
+
+    monkeypatch.setattr(finish, "is_local", lambda: False)
+    for module in (finish, kept_logs):
+        monkeypatch.setattr(module, "configure_logging", lambda: None)
+    monkeypatch.setattr(finish.steps, "finish", fail)
+    spec, folder = RunSpec(output=str(tmp_path)), FlyteDirectory(str(tmp_path))
+    with pytest.raises(ValueError, match="another run"):
+        finish.finish.task_function(spec=spec, record=None, weights=folder, data=folder)
+    (file,) = tmp_path.glob("*/logs/*.jsonl")
+    assert kept_log.parse(file.name, file.read_bytes())[-1].text == "ValueError: the record is of another run"
 
 
 @pytest.mark.parametrize(

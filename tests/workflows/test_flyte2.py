@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from strata_platform import kept_log
 from strata_platform.pod_settings import GRACE_SECONDS, RETRIES
 from strata_platform.spec import RunSpec
 from tasks.runtime.process.error_explanations import MemoryKills
+from tasks.runtime.run_folder import kept_logs
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.steps import agent
 from tasks.steps.retry import Retry
@@ -175,6 +177,40 @@ def test_how_a_pod_ends(how, said, tmp_path):
     command = [sys.executable, "-m", "tests.workflows.helpers.agent_processes", how, str(tmp_path)]
     ended = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=600)
     assert said in ended.stdout, ended.stderr
+
+
+def test_a_pod_that_trains_or_evaluates_keeps_its_log(flyte_2, tmp_path, monkeypatch):
+    from tasks.flyte2 import run
+
+    class Folder:
+        async def download(self):
+            return str(tmp_path)
+
+    def fail(spec, *_):
+        raise ValueError(f"{spec.name} failed")
+
+    monkeypatch.setattr(run, "is_local", lambda: False)
+    for module in (run, kept_logs):
+        monkeypatch.setattr(module, "configure_logging", lambda: None)
+    monkeypatch.setattr(run, "train_in_pod", fail)
+    monkeypatch.setattr(run.finish_step, "finish", fail)
+    for name, function, arguments in (
+        ("one", run.train.func, {"data": Folder()}),
+        ("two", run.finish.func, {"record": None, "weights": Folder(), "data": Folder()}),
+    ):
+        with pytest.raises(Exception, match=f"{name} failed"):
+            asyncio.run(function(spec=RunSpec(name=name, output=str(tmp_path)), **arguments))
+        (file,) = (tmp_path / name / "logs").iterdir()
+        assert kept_log.parse(file.name, file.read_bytes())[-1].text == f"ValueError: {name} failed"
+
+
+def test_a_pod_that_is_stopped_keeps_its_log_before_it_ends():
+    program = (
+        "import os, signal\nfrom tasks.steps.agent import end_on_sigterm\n"
+        "end_on_sigterm(lambda: os.write(1, b'kept'))\nos.kill(os.getpid(), signal.SIGTERM)\nsignal.pause()"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, text=True, capture_output=True, timeout=600)
+    assert (ended.returncode, ended.stdout) == (143, "kept"), ended.stderr
 
 
 def test_a_process_that_is_killed_ends_the_attempt_as_one_that_may_be_repeated(tmp_path):

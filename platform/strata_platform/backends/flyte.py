@@ -30,11 +30,13 @@ from strata_platform.backends.flyte_messages import (
     phase_of,
     run_name,
     spec_inputs,
+    spec_values,
     started,
     startup_of,
 )
 from strata_platform.backends.flyte_registration import Registration
 from strata_platform.backends.flyte_store import FlyteStore
+from strata_platform.backends.kept_logs import KeptLogs, RunAddress, kept_lines
 from strata_platform.backends.kubernetes_objects import Namespace, require_admission, shape_of
 from strata_platform.backends.pod_logs import PodLogs
 from strata_platform.backends.pod_progress import PodProgress, with_record, with_status
@@ -145,15 +147,30 @@ class FlyteBackend:
         return self._detailed(self._newest(name))
 
     def logs(self, name: str, pause: Pause | None) -> Iterator[LogLine]:
-        """The logs of the pods that still exist; with `pause` also those of later pods."""
-        execution = self._newest(name)
-        if phase_of(execution).is_end and not any(map(shape_of, self._kubernetes().pods(execution.id.name))):
-            log.warning("the training pods of %s are removed, with their logs; the cluster may archive them", name)
-        return (line for line in self._lines(execution, pause) if progress_line.decode(line.text) is None)
+        """The logs of the pods that exist, and what is kept of those that are gone; with `pause` also of later pods.
 
-    def _lines(self, execution: Execution, pause: Pause | None) -> Iterator[LogLine]:
-        pods = PodLogs(self._kubernetes(), execution.id.name)
+        A `name` with a slash is the address of a run's folder: its kept logs.
+        """
+        if (lines := kept_lines(name, self._store.open)) is not None:
+            return lines
+        execution = self._newest(name)
+        kept = KeptLogs(self._address_of(execution), self._store.open)
+        if (
+            phase_of(execution).is_end
+            and not kept.files
+            and not any(map(shape_of, self._kubernetes().pods(execution.id.name)))
+        ):
+            log.warning("the training pods of %s are removed, with their logs, %s", name, kept.why_none)
+        return (line for line in self._lines(execution, pause, kept) if progress_line.decode(line.text) is None)
+
+    def _lines(self, execution: Execution, pause: Pause | None, kept: KeptLogs | None = None) -> Iterator[LogLine]:
+        pods = PodLogs(self._kubernetes(), execution.id.name, kept)
         return pods.so_far() if pause is None else pods.follow(lambda: self._is_over(execution), pause)
+
+    def _address_of(self, execution: Execution) -> RunAddress | None:
+        """Where the folder of the execution's run is; None for an execution of another workflow."""
+        with translated_errors(f"to read the inputs of {execution.id.name}"):
+            return RunAddress.of(spec_values(self._admin.inputs(execution.id.name)))
 
     def _is_over(self, execution: Execution) -> bool:
         return phase_of(self._fetch(execution.id.name)).is_end

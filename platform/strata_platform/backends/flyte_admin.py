@@ -138,6 +138,11 @@ class FlyteAdmin:
         request = execution_pb2.WorkflowExecutionGetDataRequest(id=self.execution_id(name))
         return _addresses(self._call("GetExecutionData", request).full_outputs)
 
+    def inputs(self, name: str) -> literals_pb2.LiteralMap:
+        """The inputs of an execution."""
+        request = execution_pb2.WorkflowExecutionGetDataRequest(id=self.execution_id(name))
+        return self._call("GetExecutionData", request).full_inputs
+
     def inner_outputs(self, name: str, parent: str = "") -> Iterator[dict[str, str]]:
         """The outputs of each node that ended well in the dynamic tasks of an execution, or of the node `parent`."""
         for node in self._nodes(name, parent):

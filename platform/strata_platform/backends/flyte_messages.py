@@ -90,6 +90,17 @@ def spec_inputs(spec: RunSpec) -> literals_pb2.LiteralMap:
     return literals_pb2.LiteralMap(literals={"spec": literals_pb2.Literal(scalar=literals_pb2.Scalar(binary=binary))})
 
 
+def spec_values(inputs: literals_pb2.LiteralMap) -> Any:
+    """The spec among the inputs of an execution, as JSON; None if there is none."""
+    if "spec" not in inputs.literals:
+        return None
+    try:
+        return msgpack.loads(inputs.literals["spec"].scalar.binary.value)
+    except ValueError:
+        # Of another kind.
+        return None
+
+
 def events_of(execution: Execution) -> list[Event]:
     """Flyte's phases of an execution."""
     by = owner_of(execution)

@@ -18,7 +18,7 @@ class FlyteStore:
     def read(self, url: str) -> bytes:
         """The content of a file. Raises FileNotFoundError, Refused, and Unreachable."""
         try:
-            files, path = self._open(url)
+            files, path = self.open(url)
             content: bytes = files.cat_file(path)
         except FileNotFoundError:
             raise
@@ -31,13 +31,14 @@ class FlyteStore:
 
     def copy(self, url: str, to: Path, *, folder: bool) -> None:
         """Copy a file, or a folder with all that is in it."""
-        files, path = self._open(url)
+        files, path = self.open(url)
         if folder:
             files.get(f"{path.rstrip('/')}/", f"{to}/", recursive=True)
         else:
             files.get_file(path, str(to))
 
-    def _open(self, url: str) -> tuple[Any, str]:
+    def open(self, url: str) -> tuple[Any, str]:
+        """The store's client, and the path in it."""
         # Imported here: most commands read no file, and the clients of stores take long to import.
         import fsspec
 

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from strata_platform.backends.backend import execution_name
-from strata_platform.backends.kubernetes_objects import JOB_SET, SHAPE
+from strata_platform.backends.kubernetes_objects import JOB_SET, RESTART, SHAPE
 from strata_platform.kubernetes_api import Object
 from strata_platform.outcomes import RETRYABLE_CODES
 from strata_platform.pod_settings import (
+    ATTEMPT,
     ENVIRONMENT,
     GRACE_SECONDS,
     RETRIES,
@@ -129,8 +130,9 @@ def _pod(name: str, resources: Resources, topology: Topology, template: Object, 
     spec = spec.replace("$", "\\u0024")
     variables = {**ENVIRONMENT, SPEC: spec, "MASTER_ADDR": first, "MASTER_PORT": str(PORT)}
     container["env"] = [
-        *(each for each in container.get("env") or [] if each["name"] not in variables),
+        *(each for each in container.get("env") or [] if each["name"] not in {*variables, ATTEMPT}),
         *({"name": key, "value": value} for key, value in variables.items()),
+        {"name": ATTEMPT, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{RESTART}']"}}},
     ]
     add_shared_memory(inner, resources.shared_memory)
     inner |= {"restartPolicy": "Never", "containers": [container], "terminationGracePeriodSeconds": GRACE_SECONDS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -18,6 +19,7 @@ from strata_platform import progress_line
 from strata_platform.backends.api_errors import translated_errors
 from strata_platform.backends.backend import Pause, already_runs, destinations, find_gpu, parse_points
 from strata_platform.backends.job_set import CANCELED, CAUSE, NAME, OWNER, SUBMISSION, job_set, object_name
+from strata_platform.backends.kept_logs import KeptLogs, RunAddress, kept_lines
 from strata_platform.backends.kubernetes_objects import (
     JOB_SET,
     WORKLOADS,
@@ -303,15 +305,21 @@ class KubernetesBackend:
         return None
 
     def logs(self, name: str, pause: Pause | None) -> Iterator[LogLine]:
-        """The logs of the pods that still exist; with `pause` also those of later pods."""
-        job = self._newest(name)
-        if self._run(job).is_done and not self._namespace().pods(job["metadata"]["name"]):
-            log.warning("the pods of %s are removed, with their logs; the cluster may archive them", name)
-        return (line for line in self._lines(job, pause) if progress_line.decode(line.text) is None)
+        """The logs of the pods that exist, and what is kept of those that are gone; with `pause` also of later pods.
 
-    def _lines(self, job: Object, pause: Pause | None) -> Iterator[LogLine]:
+        A `name` with a slash is the address of a run's folder: its kept logs, whether or not the JobSet still exists.
+        """
+        if (lines := kept_lines(name)) is not None:
+            return lines
+        job = self._newest(name)
+        kept = KeptLogs(RunAddress.of(json.loads(_text_of_spec(job))))
+        if self._run(job).is_done and not kept.files and not self._namespace().pods(job["metadata"]["name"]):
+            log.warning("the pods of %s are removed, with their logs, %s", name, kept.why_none)
+        return (line for line in self._lines(job, pause, kept) if progress_line.decode(line.text) is None)
+
+    def _lines(self, job: Object, pause: Pause | None, kept: KeptLogs | None = None) -> Iterator[LogLine]:
         name = job["metadata"]["name"]
-        pods = PodLogs(self._namespace(), name)
+        pods = PodLogs(self._namespace(), name, kept)
         return pods.so_far() if pause is None else pods.follow(lambda: self._is_over(name), pause)
 
     def _is_over(self, name: str) -> bool:
@@ -425,9 +433,13 @@ def _spec_of(job: Object) -> RunSpec:
     """What the pods of a JobSet run. Raises SpecError if another version wrote it."""
     from strata_platform.spec import load_spec
 
+    return load_spec(_text_of_spec(job))
+
+
+def _text_of_spec(job: Object) -> str:
     (inner,) = job["spec"]["replicatedJobs"]
     variables = inner["template"]["spec"]["template"]["spec"]["containers"][0]["env"]
-    return load_spec(next(each["value"] for each in variables if each["name"] == SPEC))
+    return str(next(each["value"] for each in variables if each["name"] == SPEC))
 
 
 def _may_be_given_up(job: Object) -> bool:

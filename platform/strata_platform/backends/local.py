@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from strata_platform.backends.backend import Pause, already_runs, destinations, find_gpu, parse_points, with_progress
+from strata_platform.backends.kept_logs import kept_lines
 from strata_platform.backends.run_state import CANCEL, RESUBMIT, RunFiles, State, read_last, tail
 from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound
 from strata_platform.estimate.gpus import Gpu
@@ -143,7 +144,12 @@ class LocalBackend:
         return self._run(self._files(name))
 
     def logs(self, name: str, pause: Pause | None) -> Iterator[LogLine]:
-        """Lines that the run's processes printed, over all submissions."""
+        """Lines that the run's processes printed, over all submissions.
+
+        The path of the folder of a run on a cluster, which this machine mounts, gives the kept logs of its pods.
+        """
+        if not self._files_of(name).exists and (lines := kept_lines(name)) is not None:
+            return lines
         files = self._files(name)
         return (LogLine(**values) for values in _follow(files, files.log, pause))
 
@@ -202,11 +208,14 @@ class LocalBackend:
                 yield run, json.loads(record.read_text()) if succeeded else None
 
     def _files(self, name: str) -> RunFiles:
-        files = RunFiles((Path(name) if os.sep in name else self._registry / name).resolve())
+        files = self._files_of(name)
         if not files.exists:
             known = ", ".join(run.name for run in self.list(20, None)) or "none"
             raise RunNotFound(f"no run was submitted here as {name!r}; runs: {known}")
         return files
+
+    def _files_of(self, name: str) -> RunFiles:
+        return RunFiles((Path(name) if os.sep in name else self._registry / name).resolve())
 
     def _run(self, files: RunFiles) -> Run:
         # In this order: a supervisor writes its last state before it releases the lock.

@@ -16,8 +16,10 @@ from itertools import count
 
 from urllib3.exceptions import HTTPError
 
+from strata_platform import kept_log, progress_line
 from strata_platform.backends.api_errors import translated_errors
 from strata_platform.backends.backend import Pause, Retry
+from strata_platform.backends.kept_logs import KeptLogs
 from strata_platform.backends.kubernetes_objects import FINISH, Namespace, attempt_of, index_of, shape_of, task_of
 from strata_platform.errors import Unreachable
 from strata_platform.kubernetes_api import ApiError, Object
@@ -69,6 +71,11 @@ def _utc(stamp: str) -> str | None:
     return f"{moment:%Y-%m-%dT%H:%M:%S}.{fraction or '':0<9}Z"
 
 
+def _stamp(seconds: float) -> str:
+    whole, nanoseconds = divmod(round(seconds * 1e9), 10**9)
+    return f"{datetime.fromtimestamp(whole, UTC):%Y-%m-%dT%H:%M:%S}.{nanoseconds:09d}Z"
+
+
 def _seconds(stamp: str) -> float:
     # datetime reads microseconds.
     whole, _, fraction = stamp.rstrip("Z").partition(".")
@@ -100,38 +107,70 @@ class TimeOrderedLines:
 class PodLogs:
     """Reads the logs of an execution's pods; while they are followed, with one thread for each pod."""
 
-    def __init__(self, namespace: Namespace, execution: str) -> None:
-        self._namespace, self._execution = namespace, execution
+    def __init__(self, namespace: Namespace, execution: str, kept: KeptLogs | None = None) -> None:
+        """kept: the logs of pods that are gone, to be merged with those of pods that exist."""
+        self._namespace, self._execution, self._kept = namespace, execution, kept
         self._arrived: queue.SimpleQueue[tuple[str, LogLine]] = queue.SimpleQueue()
         self._readers: dict[str, threading.Thread] = {}
         self._closed = threading.Event()
         self._warned: set[tuple[str, str]] = set()
 
     def so_far(self) -> Iterator[LogLine]:
-        """The lines of the pods that still exist."""
-        merged = TimeOrderedLines()
+        """The lines of the pods that still exist, and of those that are gone."""
+        merged, live = TimeOrderedLines(), list[tuple[str, LogLine]]()
         for pod in filter(has_begun, self._namespace.pods(self._execution)):
             with translated_errors(f"to read the log of {pod['metadata']['name']}"):
-                for found in self._lines(pod, follow=False):
-                    merged.add(*found)
+                try:
+                    lines = list(self._lines(pod, follow=False))
+                except ApiError as error:
+                    if self._kept is None or error.status < 500:
+                        raise
+                    # As of a node that is gone or drained: what was kept of the pod is shown.
+                    log.warning("log of %s: %s", pod["metadata"]["name"], error)
+                    continue
+            live += lines
+            # The node has removed the containers of a pod that was evicted, and with them its log.
+            if self._kept is not None and lines:
+                self._kept.exists(pod)
+        self._add_stored(merged)
+        for found in live:
+            self._add(merged, *found)
         return merged.release(last=True)
+
+    def _add(self, merged: TimeOrderedLines, stamp: str, line: LogLine) -> None:
+        """Add a line of a pod, or the line of an earlier pod that it repeats."""
+        values = None if self._kept is None else progress_line.decode(line.text)
+        if self._kept is None or values is None or (repeated := kept_log.original(values)) is None:
+            merged.add(stamp, line)
+            return
+        for found in self._kept.missing([repeated]):
+            merged.add(_stamp(found.time), found)
+
+    def _add_stored(self, merged: TimeOrderedLines) -> None:
+        for line in () if self._kept is None else self._kept.stored():
+            merged.add(_stamp(line.time), line)
 
     def follow(self, is_over: Callable[[], bool], pause: Pause) -> Iterator[LogLine]:
         """Lines of present and later pods, until the run `is_over` and everything is read."""
         merged, retry = TimeOrderedLines(), Retry()
+        is_first = True
         try:
             while True:
                 try:
                     over = is_over()
                     self._start_readers(self._namespace.pods(self._execution))
                     retry.succeeded()
+                    if is_first:
+                        # Once it is known which pods exist. Those that go from now on have been read.
+                        self._add_stored(merged)
+                        is_first = False
                 except Unreachable as error:
                     retry.failed(error)
                     over = False
                 if over:
                     self._join_readers()
                 while not self._arrived.empty():
-                    merged.add(*self._arrived.get_nowait())
+                    self._add(merged, *self._arrived.get_nowait())
                 yield from merged.release(last=over)
                 if over:
                     return
@@ -147,6 +186,8 @@ class PodLogs:
                     target=self._read_to_end, args=(pod,), daemon=True, name=pod["metadata"]["name"]
                 )
                 self._readers[pod["metadata"]["uid"]] = reader
+                if self._kept is not None:
+                    self._kept.exists(pod)
                 reader.start()
 
     def _join_readers(self) -> None:

@@ -25,6 +25,7 @@ from strata_platform.backends.job_set import CANCELED
 from strata_platform.backends.kubernetes_objects import FLYTE, JOB_SET
 from strata_platform.chart.value_fields import duration
 from strata_platform.file_io import LockTimeout, acquire_lock
+from strata_platform.kept_log import is_kept_log
 from strata_platform.kubernetes_answers import condition_of
 from strata_platform.kubernetes_api import Access, ApiError, KubernetesApi, Object, items_if_installed
 from strata_platform.run_layout import RunLayout
@@ -109,7 +110,9 @@ class Retention:
             yield f"{root}: {looked_at} run{'s' if looked_at != 1 else ''} looked at"
 
     def _run_folders(self, root: Path, depth: int) -> Iterator[Path]:
-        """Folders with the spec and the attempts of a run, up to `depth` levels below; links are not followed."""
+        """Folders with the spec and the attempts of a run, or with nothing but logs of its pods, up to `depth` levels
+        below; links are not followed.
+        """
         try:
             entries = sorted(os.scandir(root), key=lambda entry: entry.name)
         except OSError as error:
@@ -121,7 +124,7 @@ class Retention:
             if not entry.is_dir(follow_symlinks=False) or entry.name.startswith("."):
                 continue
             run = RunLayout(Path(entry.path))
-            if run.spec.is_file() and run.attempts.is_file():
+            if (run.spec.is_file() and run.attempts.is_file()) or _has_only_logs(run):
                 yield run.root
             elif depth > 1:
                 yield from self._run_folders(run.root, depth - 1)
@@ -194,6 +197,15 @@ def _is_complete(run: RunLayout) -> bool:
     except (OSError, ValueError, KeyError):
         return False
     return complete and (run.model.is_dir() or run.stored_outputs.is_file())
+
+
+def _has_only_logs(run: RunLayout) -> bool:
+    """Whether no start of a run came as far as to write its spec, so that its pods' logs are all there is."""
+    try:
+        names = {path.name for path in run.root.iterdir()} - {run.lock_file.name, ".lease"}
+        return names == {run.logs.name} and all(is_kept_log(path.name) for path in run.logs.iterdir())
+    except OSError:
+        return False
 
 
 @contextmanager

@@ -101,7 +101,8 @@ class Checkpoint(Section):
     )
     url: ObjectStoreUrl | None = Field(
         None,
-        description="Object store, such as `s3://bucket/path`; complete checkpoints are uploaded to `<url>/<name>`. A "
+        description="Object store, such as `s3://bucket/path`; complete checkpoints, and logs of "
+        "pods, are uploaded to `<url>/<name>`. A "
         "start resumes from the newest one, on disk or there. Credentials come from the environment.",
     )
     url_timeout: Count = Field(900, description="Seconds that the store may be unreachable before the run ends.")

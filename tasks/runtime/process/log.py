@@ -8,6 +8,7 @@ import sys
 from typing import TextIO
 
 from strata_platform.redact import redacted
+from tasks.runtime.process.kept_output import keep_output
 
 
 class _Redacted(logging.Formatter):
@@ -31,7 +32,11 @@ class _ToStdout(logging.StreamHandler[TextIO]):
 
 
 def configure_logging() -> None:
-    """Log to standard output: rank 0 from INFO on, the other ranks from WARNING on with their rank in front."""
+    """Log to standard output: rank 0 from INFO on, the other ranks from WARNING on with their rank in front.
+
+    In a pod whose log is kept, this process' output is kept from here on.
+    """
+    keep_output()
     rank = int(os.environ.get("RANK", "0"))
     handler = _ToStdout()
     handler.setFormatter(_Redacted("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))

@@ -12,6 +12,7 @@ from uuid import uuid4
 
 import torch
 
+from strata_platform import kept_log
 from strata_platform.runs import Stage
 from strata_platform.spec import RunSpec
 from tasks.runtime.checkpoint.object_store import retry, undo_upload
@@ -26,6 +27,7 @@ from tasks.runtime.process.error_explanations import explain, is_out_of_memory
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.process.signals import die_with_agent, raise_on_sigterm
 from tasks.runtime.run_folder.folder import LOCK_TIMEOUT, RunFolder
+from tasks.runtime.run_folder.kept_logs import repeated_lines
 from tasks.runtime.run_folder.lease import RENEWAL, Lease
 from tasks.runtime.warmup.pod import warm_up_pod
 from tasks.runtime.warmup.training_process import TrainingWarmup, training_warmup
@@ -110,6 +112,8 @@ def _locked_folder(
         folder.claim(spec, exclusive=exclusive)
         if uploader is not None:
             uploader.upload_spec()
+        for line in repeated_lines(spec):
+            report_progress(**kept_log.repeated(line))
         try:
             yield
         except BaseException:

@@ -11,10 +11,10 @@ import pytest
 from flyteidl.core import execution_pb2 as core_pb2
 from typer.testing import CliRunner
 
-from strata_platform import progress_line
+from strata_platform import kept_log, progress_line
 from strata_platform.backends.api_errors import translate
 from strata_platform.backends.flyte import FlyteBackend
-from strata_platform.backends.flyte_messages import PHASES, error_text
+from strata_platform.backends.flyte_messages import PHASES, error_text, spec_inputs
 from strata_platform.backends.kubernetes_objects import Namespace, RunStatus, status_of
 from strata_platform.backends.pod_logs import TimeOrderedLines, line_of
 from strata_platform.chart import queue_timeout
@@ -406,6 +406,26 @@ def test_all_pods_are_followed_over_lost_connections_and_preemptions_to_the_end(
     assert [line.text for line in followed if line.rank == 0] == [*lines, "continuing"]
     assert [line.text for line in followed if line.rank == 3] == ["w1 warns"]
     assert len(followed) == 6
+
+
+def test_the_logs_of_removed_pods_are_those_in_the_folder_of_the_executions_spec(
+    client, admin, kubernetes, tmp_path, caplog
+):
+    admin.add("run", core_pb2.WorkflowExecution.SUCCEEDED)
+    admin.inputs["run"] = spec_inputs(RunSpec(name="run", output=str(tmp_path)))
+    assert list(client.logs("run")) == []
+    assert f"removed, with their logs, and {tmp_path}/run/logs is not on this machine" in caplog.text
+    caplog.clear()
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    name = kept_log.file_name(9.0, "run-n0-0-worker-1")
+    (tmp_path / "run" / "logs" / name).write_bytes(
+        kept_log.header("run-n0-0-worker-1", 2) + kept_log.entry(9.5, 4, "step 3")
+    )
+    assert list(client.logs("run")) == [LogLine(9.5, 4, "step 3", "run-n0-0-worker-1", 2, name)]
+    assert list(client.logs(str(tmp_path / "run"))) == list(client.logs("run")) and not caplog.messages
+    # Of another workflow, and of another version.
+    admin.inputs["run"] = None
+    assert list(client.logs("run")) == [] and "the cluster may archive them" in caplog.text
 
 
 def test_a_line_of_the_kubelets_own_is_not_the_runs(client, admin, kubernetes, caplog):

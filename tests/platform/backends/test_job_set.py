@@ -128,7 +128,9 @@ def test_pods_know_their_spec_and_the_first_pod():
     (container,) = pod_of(made())["spec"]["containers"]
     names = [each["name"] for each in container["env"]]
     assert len(set(names)) == len(names)
-    variables = {each["name"]: each["value"] for each in container["env"]}
+    variables = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+    (attempt,) = [each["valueFrom"]["fieldRef"] for each in container["env"] if each["name"] == "STRATA_ATTEMPT"]
+    assert attempt == {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}
     assert load_spec(variables["STRATA_SPEC"]) == SPEC
     assert variables["MASTER_ADDR"] == "bot-w-0-0.bot" and variables["HF_HOME"] == "/cache"
     assert ENVIRONMENT.items() <= variables.items()

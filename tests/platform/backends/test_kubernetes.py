@@ -4,6 +4,7 @@ import json
 import logging
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime
 from urllib.parse import parse_qs, urlparse
 
@@ -11,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 from urllib3.exceptions import HTTPError
 
+from strata_platform import kept_log, progress_line
 from strata_platform.backends.kubernetes import KubernetesBackend
 from strata_platform.chart import queue_timeout
 from strata_platform.cli import app
@@ -422,6 +424,112 @@ def test_an_unknown_run_and_logs_of_removed_pods(server, runs, caplog):
     with caplog.at_level(logging.WARNING):
         assert list(runs.logs("bot")) == []
     assert "the pods of bot are removed" in caplog.text
+
+
+def keep(folder, host, started, *texts, attempt=0, rank=0):
+    """A kept log of a pod whose lines came a second apart; the content, and the same as a later pod repeats it."""
+    at = datetime.fromisoformat(started).timestamp()
+    name = kept_log.file_name(at, host)
+    entries = [kept_log.entry(at + second, rank, text) for second, text in enumerate(texts)]
+    content = b"".join([kept_log.header(host, attempt), *entries])
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    values = enumerate(map(kept_log.repeated, kept_log.parse(name, content)))
+    return "".join(f"2026-11-22T00:10:00.{number}Z {progress_line.encode(each)}\n" for number, each in values)
+
+
+def running(name, host, started, restart=0):
+    """A pod whose container has started then."""
+    found = pod(name, restart=restart)
+    found["spec"]["hostname"] = host
+    found["status"]["containerStatuses"][0]["state"] = {"running": {"startedAt": started}}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("on_volume", "in_store", "repeats"),
+    [(True, False, False), (False, True, False), (False, False, True), (True, True, True)],
+    ids=["a mounted volume", "the store", "the present pod's log", "all of them"],
+)
+@pytest.mark.parametrize("follow", [False, True])
+def test_what_pods_that_are_gone_said_comes_before_the_present_ones_and_once(
+    server, runs, tmp_path, on_volume, in_store, repeats, follow
+):
+    volume, store = tmp_path / "volume", tmp_path / "store"
+    url = {"checkpoint": {"url": f"file://{store}"}} if in_store else {}
+    runs.submit(RunSpec.model_validate(SPEC.model_dump(mode="json") | {"output": str(volume), **url}))
+    repeated = keep(None, "bot-w-0-0", "2026-11-22T00:00:00Z", "first pod", "its last words") if repeats else ""
+    for place in [volume] * on_volume + [store] * in_store:
+        keep(place / "bot" / "logs", "bot-w-0-0", "2026-11-22T00:00:00Z", "first pod", "its last words")
+        keep(place / "bot" / "logs", "bot-w-0-0", "2026-11-22T00:10:00.5Z", "present pod", attempt=1)
+    server.content["pods"] = [running("bot-w-0-0-x2z", "bot-w-0-0", "2026-11-22T00:10:00Z", restart=1)]
+    server.content["logs"] = {"bot-w-0-0-x2z": [f"{repeated}2026-11-22T00:10:00.6Z present pod\n"]}
+
+    def go_on():
+        if server.read:
+            server.content["pods"] = []
+            end(server, "Completed")
+
+    server.after = go_on
+    lines = list(runs.logs("bot", follow=follow))
+    assert [(line.text, line.attempt, line.source, bool(line.kept)) for line in lines] == [
+        ("first pod", 0, "bot-w-0-0", True),
+        ("its last words", 0, "bot-w-0-0", True),
+        ("present pod", 1, "bot-w-0-0-x2z", False),
+    ]
+
+
+def test_a_log_names_the_pods_that_are_gone_and_is_read_without_the_jobset_from_the_runs_folder(
+    server, runs, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    logs = tmp_path / "bot" / "logs"
+    keep(logs, "bot-w-0-0", "2026-11-22T00:00:00Z", "step 1")
+    keep(logs, "bot-w-0-1", "2026-11-22T00:00:01Z", "a warning", rank=4)
+    keep(logs, "bot-w-0-0", "2026-11-22T00:10:00Z", "step 2", attempt=1)
+    expected = [
+        "-- attempt 0, pod bot-w-0-0, which is gone, from 2026-11-22 00:00:00 --",
+        "[rank 0] step 1",
+        "-- attempt 0, pod bot-w-0-1, which is gone, from 2026-11-22 00:00:01 --",
+        "[rank 4] a warning",
+        "-- attempt 1, pod bot-w-0-0, which is gone, from 2026-11-22 00:10:00 --",
+        "[rank 0] step 2",
+    ]
+    for backend, name in (
+        ("local", tmp_path / "bot"), ("kubernetes", tmp_path / "bot"), ("kubernetes", f"file://{tmp_path}/bot/")
+    ):  # fmt: skip
+        done = CliRunner().invoke(app, ["logs", str(name), "--backend", backend])
+        assert done.stdout.splitlines() == expected, done.output
+    done = CliRunner().invoke(app, ["logs", str(tmp_path / "bot"), "--rank", "4"])
+    assert done.stdout.splitlines() == expected[2:4]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ((502, "dial tcp 10.0.0.7:10250: i/o timeout"), "i/o timeout"),
+        (["unable to retrieve container logs for containerd://ab\n"], "unable to retrieve"),
+    ],
+    ids=["its node does not answer", "its containers are removed"],
+)
+def test_of_a_pod_without_its_log_the_kept_log_is_shown(server, runs, tmp_path, caplog, answer, said):
+    runs.submit(RunSpec.model_validate(SPEC.model_dump(mode="json") | {"output": str(tmp_path)}))
+    keep(tmp_path / "bot" / "logs", "bot-w-0-0", "2026-11-22T00:00:00.5Z", "its last words")
+    server.content["pods"] = [running("bot-w-0-0-x2z", "bot-w-0-0", TIME)]
+    server.content["logs"] = {"bot-w-0-0-x2z": answer}
+    assert [line.text for line in runs.logs("bot")] == ["its last words"]
+    assert "log of bot-w-0-0-x2z: " in caplog.text and said in caplog.text
+
+
+def test_a_store_that_refuses_to_give_logs_hides_none_of_the_pods_that_exist(server, runs, tmp_path, caplog):
+    (tmp_path / "bot").mkdir()
+    (tmp_path / "bot" / "logs").write_text("no folder")
+    url = {"checkpoint": {"url": f"file://{tmp_path}"}}
+    runs.submit(RunSpec.model_validate(SPEC.model_dump(mode="json") | url))
+    server.content |= {"pods": [pod("a")], "logs": {"a": [f"{TIME} hello\n"]}}
+    assert [line.text for line in runs.logs("bot")] == ["hello"]
 
 
 def test_no_package_of_flytes_is_needed():

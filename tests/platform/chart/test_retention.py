@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 
+from strata_platform import kept_log
 from strata_platform.chart import retention as retention_module
 from strata_platform.chart.retention import Retention, Settings
 from strata_platform.kubernetes_api import ApiError
@@ -59,6 +60,17 @@ def test_old_runs_are_removed_whole_whatever_became_of_them(tmp_path):
     said, _ = folders(tmp_path, checkpoints="30d", runs="90d")
     assert len(said) == 2 and not old.exists() and not (young / "checkpoints").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "young"]
+
+
+def test_a_run_that_left_nothing_but_logs_of_its_pods_is_removed_and_a_folder_of_other_logs_is_not(tmp_path):
+    name = kept_log.file_name(0.0, "bot-w-0-0")
+    for folder, files in {"never-begun": [name], "with-notes": [name, "notes.txt"], "somebodys": ["app.jsonl"]}.items():
+        (tmp_path / folder / "logs").mkdir(parents=True)
+        for file in files:
+            (tmp_path / folder / "logs" / file).write_text("{}")
+            os.utime(tmp_path / folder / "logs" / file, (0, 0))
+    said, _ = folders(tmp_path, runs="90d")
+    assert len(said) == 1 and sorted(path.name for path in tmp_path.iterdir()) == ["somebodys", "with-notes"]
 
 
 def test_a_dry_run_names_it_with_its_size_and_removes_nothing(tmp_path):

@@ -125,7 +125,7 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
 
     def __init__(self):
         self.executions, self.terminated, self.created, self.pages = {}, [], [], 0
-        self.outputs, self.nodes, self.plans, self.active = {}, {}, set(), None
+        self.inputs, self.outputs, self.nodes, self.plans, self.active = {}, {}, {}, set(), None
         self.refusal, self.refusals = None, 0
         self.before_create = lambda name: None
         self.lost_answers, self.lock = 0, threading.Lock()
@@ -140,6 +140,7 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
                 context.abort(grpc.StatusCode.ALREADY_EXISTS, "there is one")
             self.add(request.name, core_pb2.WorkflowExecution.QUEUED)
             self.executions[request.name].spec.CopyFrom(request.spec)
+            self.inputs[request.name] = request.inputs
             self.created.append(request)
             if self.lost_answers:
                 self.lost_answers -= 1
@@ -164,7 +165,8 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
     def GetExecutionData(self, request, context):
         self._require_token(context)
         return execution_pb2.WorkflowExecutionGetDataResponse(
-            full_outputs=literals(self.outputs.get(request.id.name, {}))
+            full_outputs=literals(self.outputs.get(request.id.name, {})),
+            full_inputs=self.inputs.get(request.id.name),
         )
 
     def ListNodeExecutions(self, request, context):

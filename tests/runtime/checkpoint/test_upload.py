@@ -631,6 +631,16 @@ def test_a_start_that_was_refused_leaves_its_name_in_the_store(output, store, ca
     assert names() == there and "refused/spec.yaml" in there
 
 
+def test_logs_of_its_pods_do_not_keep_the_name_of_a_start_that_was_refused(tmp_path):
+    spec = tmp_path / "spec.yaml"
+    spec.touch()
+    store = RunStore(f"file://{tmp_path}/store", "run")
+    store.upload_file(spec)
+    (tmp_path / "store/run/logs").mkdir()
+    store.delete_if_only(spec)
+    assert store.list_files() == ["logs"]
+
+
 def test_a_store_that_is_away_does_not_hide_why_a_start_ends(output, store, caplog):
     spec = make_spec(output, "hidden", "torch", "single", 1, steps=2)
     spec = RunSpec.model_validate({**spec.model_dump(), "checkpoint": {"url": "flaky://bucket/runs"}})

@@ -11,6 +11,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from strata_platform.spec import RunSpec
 from tasks.elastic import Training
+from tasks.runtime.process.log import configure_logging
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.process.signals import Preempted, raise_on_sigterm
 
@@ -51,6 +52,8 @@ def is_preempted(spec: RunSpec, data: FlyteDirectory) -> Result:
 
 @task(task_config=LAUNCH)
 def whose_pod_is_stopped(spec: RunSpec, data: FlyteDirectory) -> Result:
+    configure_logging()
+    print("at work")
     if Processes.from_environment().is_main:
         # What the kubelet does: SIGTERM to the pod's first process, the agent.
         os.kill(os.getppid(), signal.SIGTERM)

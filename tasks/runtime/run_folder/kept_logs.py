@@ -1,0 +1,291 @@
+"""Keeps what a pod's processes print in the run's folder, for when the pod and its log are gone.
+
+The first process of a pod copies the files that `process.kept_output` writes, in a thread: every `VOLUME_SECONDS` to
+`logs/` of the run's folder, every `STORE_SECONDS` to `<checkpoint.url>/<name>/logs/`, and to both at its end. Of a pod
+that prints much, the first HEAD_BYTES and the newest TAIL_BYTES are kept. Nothing here ends a run: what cannot be kept
+is named once in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import socket
+import tempfile
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from strata_platform import kept_log
+from strata_platform.file_io import write_atomic
+from strata_platform.pod_settings import ATTEMPT_VARIABLES
+from strata_platform.redact import redacted
+from strata_platform.run_layout import LOGS
+from strata_platform.runs import LogLine
+from strata_platform.spec import RunSpec
+from tasks.runtime.process.kept_output import VARIABLE, keep_output, note
+from tasks.runtime.process.log import configure_logging
+from tasks.runtime.process.object_store_url import open_url
+from tasks.runtime.run_folder.folder import RunFolder
+
+log = logging.getLogger(__name__)
+
+VOLUME_SECONDS, STORE_SECONDS = 10.0, 60.0
+# Of each start of a pod.
+HEAD_BYTES, TAIL_BYTES = 1 << 20, 3 << 20
+# Seconds that the end of a pod waits for its last copy.
+LAST_SECONDS = 15.0
+# Newest lines that a new pod repeats of each earlier one, and of all; how many pods it looks at, and bytes of each.
+REPEATED_EACH, REPEATED = 200, 1000
+REPEATED_PODS, REPEATED_BYTES = 100, 1 << 18
+
+_SEGMENT = re.compile(r"(\d+)-(\d+)\.jsonl")
+
+
+class Excerpt:
+    """The first lines of a log and the newest ones, each part of a size; what is between is dropped and counted."""
+
+    def __init__(self, head: int, tail: int) -> None:
+        self._left, self._tail_bytes = head, tail
+        self._head: list[bytes] = []
+        self._tail: deque[bytes] = deque()
+        self._size, self._dropped = 0, 0
+
+    def add(self, line: bytes) -> None:
+        """Append a line."""
+        if not self._tail and len(line) <= self._left:
+            self._head.append(line)
+            self._left -= len(line)
+            return
+        self._tail.append(line)
+        self._size += len(line)
+        while self._size > self._tail_bytes:
+            self._size -= len(self._tail.popleft())
+            self._dropped += 1
+
+    def content(self) -> bytes:
+        """All that is left."""
+        between = [kept_log.dropped(self._dropped)] if self._dropped else []
+        return b"".join([*self._head, *between, *self._tail])
+
+
+class OutputReader:
+    """Reads the files that the processes of this pod write, also those of processes that are gone."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[Path, int] = {}
+        self._expected: dict[str, int] = {}
+
+    def lines(self) -> Iterator[bytes]:
+        """The complete lines since the last call. A file that its process has left behind is deleted after it."""
+        files = sorted((path, found) for path in self._folder.iterdir() if (found := _SEGMENT.fullmatch(path.name)))
+        newest = {found[1]: path for path, found in files}
+        for path, found in files:
+            process, number = found[1], int(found[2])
+            if number > self._expected.get(process, 0):
+                # It printed faster than it was read.
+                yield kept_log.dropped(None)
+            self._expected[process] = number
+            try:
+                with path.open("rb") as file:
+                    file.seek(self._read.get(path, 0))
+                    content = file.read()
+            except FileNotFoundError:
+                # Its process has deleted it meanwhile.
+                continue
+            *lines, rest = content.split(b"\n")
+            self._read[path] = self._read.get(path, 0) + len(content) - len(rest)
+            yield from (line + b"\n" for line in lines)
+            if newest[process] != path:
+                path.unlink(missing_ok=True)
+                del self._read[path]
+                self._expected[process] = number + 1
+
+
+class _Place:
+    """Where the log is copied to. An error is logged once, and the next copy is tried all the same."""
+
+    def __init__(self, where: str, seconds: float, write: Callable[[bytes], object]) -> None:
+        self._where, self._seconds, self._write = where, seconds, write
+        self._due, self._failed, self._written = 0.0, False, b""
+
+    def copy(self, content: bytes, *, now: bool) -> None:
+        if content == self._written or not (now or time.monotonic() >= self._due):
+            return
+        self._due = time.monotonic() + self._seconds
+        try:
+            self._write(content)
+            self._written, self._failed = content, False
+        # The errors of stores' clients have no common base class.
+        except Exception as error:
+            if not self._failed:
+                why = redacted(f"{type(error).__name__}: {error}")
+                log.warning("this pod's log cannot be kept in %s, and is gone with the pod: %s", self._where, why)
+            self._failed = True
+
+
+class LogKeeper:
+    """Copies what the processes of this pod print, in a thread, until `close`."""
+
+    def __init__(self, folder: Path, places: list[_Place], header: bytes) -> None:
+        self._reader, self._places, self._header = OutputReader(folder), places, header
+        self._excerpt = Excerpt(HEAD_BYTES, TAIL_BYTES)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._copy_until_the_end, name="kept-log", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread. Without one, as under a limit of processes, only `close` copies."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            log.warning("this pod's log is kept at its end only: %s", error)
+
+    def _copy_until_the_end(self) -> None:
+        while not self._ended.wait(VOLUME_SECONDS):
+            self._copy(now=False)
+        self._copy(now=True)
+
+    def _copy(self, *, now: bool) -> None:
+        try:
+            for line in self._reader.lines():
+                self._excerpt.add(line)
+        except OSError as error:
+            log.warning("what this pod's processes printed cannot be read, and is gone with the pod: %s", error)
+        for place in self._places:
+            place.copy(self._header + self._excerpt.content(), now=now)
+
+    def close(self) -> None:
+        """Copy what is left; gives up after LAST_SECONDS, for the pod has to end. May be called again."""
+        self._ended.set()
+        if self._thread.ident is None:
+            self._copy(now=True)
+            return
+        self._thread.join(LAST_SECONDS)
+        if self._thread.is_alive():
+            log.warning("the end of this pod's log is not kept: copying takes longer than %.0f s", LAST_SECONDS)
+
+
+@contextmanager
+def kept_logs(spec: RunSpec, rank: int | None = None) -> Iterator[Callable[[], object]]:
+    """Keep what this process and those that it starts print, until the end of the block, with its exception.
+
+    rank: which process of the run this one's own lines count as; None for none. Yields a function that ends it earlier,
+    for a process that ends without the end of the block.
+    """
+    configure_logging()
+    pod = socket.gethostname()
+    name = kept_log.file_name(time.time(), pod)
+    try:
+        temporary = tempfile.mkdtemp(prefix="strata-output-")
+        # Its name tells the pod's processes the name of the kept log.
+        folder = Path(temporary, name)
+        folder.mkdir()
+    except OSError as error:
+        log.warning("this pod's log is gone with the pod: no folder for a copy can be made: %s", error)
+        yield _nothing
+        return
+    os.environ[VARIABLE] = str(folder)
+    end = keep_output(lambda: rank)
+    attempt = next((int(value) for key in ATTEMPT_VARIABLES if (value := os.environ.get(key, "")).isdigit()), 0)
+    keeper = LogKeeper(folder, _places(spec, name), kept_log.header(pod, attempt))
+    keeper.start()
+    try:
+        yield keeper.close
+    except Exception:
+        # Whoever catches it prints it when this has ended.
+        note(traceback.format_exc())
+        raise
+    finally:
+        keeper.close()
+        end()
+        del os.environ[VARIABLE]
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _nothing() -> None:
+    return
+
+
+def _places(spec: RunSpec, name: str) -> list[_Place]:
+    folder = RunFolder.of(spec)
+    places = [_Place(str(folder.logs), VOLUME_SECONDS, lambda content: _write(folder.logs / name, content))]
+    if spec.checkpoint.url:
+        url = f"{spec.checkpoint.url.rstrip('/')}/{spec.name}/{LOGS}"
+        places.append(_Place(url, STORE_SECONDS, lambda content: _store(url, name, content)))
+    elif _is_of_the_pod(Path(spec.output)):
+        log.warning(
+            "this pod's log is gone with the pod: output %s is on the pod's own disk; set output to a folder on a "
+            "volume, or checkpoint.url",
+            spec.output,
+        )
+    return places
+
+
+def _is_of_the_pod(output: Path) -> bool:
+    """Whether a folder is on the file system of the pod's root."""
+    path = output.absolute()
+    try:
+        while not path.exists():
+            path = path.parent
+        return path.stat().st_dev == Path("/").stat().st_dev
+    except OSError:
+        # The copy says what is wrong with it.
+        return False
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, content, durable=False)
+
+
+def _store(url: str, name: str, content: bytes) -> None:
+    files, root = open_url(url, "checkpoint.url")
+    files.makedirs(root, exist_ok=True)
+    files.pipe_file(f"{root.rstrip('/')}/{name}", content)
+
+
+def repeated_lines(spec: RunSpec) -> list[LogLine]:
+    """The last lines of the pods that this run had before, by time; [] if their logs cannot be read.
+
+    A pod that lives prints them for readers who have nothing but the logs of pods. Raises no error.
+    """
+    if VARIABLE not in os.environ:
+        return []
+    try:
+        folder = RunFolder.of(spec).logs
+        found = {name: _ends(folder / name) for name in _earlier(path.name for path in folder.glob("*.jsonl"))}
+        if not found and spec.checkpoint.url:
+            files, root = open_url(f"{spec.checkpoint.url.rstrip('/')}/{spec.name}/{LOGS}", "checkpoint.url")
+            names = _earlier(str(path).rpartition("/")[2] for path in files.ls(root, detail=False))
+            found = {name: files.cat_file(f"{root.rstrip('/')}/{name}") for name in names}
+    except FileNotFoundError:
+        return []
+    except Exception as error:
+        log.warning("the logs of this run's earlier pods cannot be read: %s: %s", type(error).__name__, error)
+        return []
+    lines = sorted(
+        (line for name, content in found.items() for line in kept_log.parse(name, content)[-REPEATED_EACH:]),
+        key=lambda line: line.time,
+    )
+    return lines[-REPEATED:]
+
+
+def _earlier(names: Iterable[str]) -> list[str]:
+    """Of these files, the logs of the newest pods before this one."""
+    own = Path(os.environ[VARIABLE]).name
+    return sorted(name for name in names if kept_log.is_kept_log(name) and name != own)[-REPEATED_PODS:]
+
+
+def _ends(path: Path) -> bytes:
+    """The first line of a file and its end; the line between them may be cut."""
+    with path.open("rb") as file:
+        first = file.readline()
+        file.seek(max(len(first), path.stat().st_size - REPEATED_BYTES))
+        return first + file.read()

@@ -1,0 +1,100 @@
+"""A pod's log is kept in its run's folder and in the store: its start, its newest end, and the error that ended it."""
+
+import os
+import socket
+import sys
+
+import pytest
+
+from strata_platform import kept_log, progress_line
+from strata_platform.spec import RunSpec
+from tasks.runtime.process import kept_output
+from tasks.runtime.process.kept_output import VARIABLE, OutputFile
+from tasks.runtime.run_folder import kept_logs as module
+from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.run_folder.kept_logs import Excerpt, OutputReader, kept_logs, repeated_lines
+from tasks.runtime.training.session import _locked_folder
+
+
+@pytest.fixture(autouse=True)
+def no_logging(monkeypatch):
+    monkeypatch.setattr(module, "configure_logging", lambda: None)
+
+
+def spec(tmp_path, **changes):
+    return RunSpec.model_validate({"name": "bot", "output": str(tmp_path / "runs"), **changes})
+
+
+def texts(content):
+    return [line.text for line in kept_log.parse("log", content)]
+
+
+def test_of_a_long_log_the_start_and_the_newest_end_stay():
+    lines = [kept_log.entry(float(number), 0, f"line {number}") for number in range(1000)]
+    excerpt = Excerpt(10 * len(lines[0]), 20 * len(lines[-1]))
+    for line in lines:
+        excerpt.add(line)
+    found = texts(excerpt.content())
+    assert found[0] == "line 0" and found[-1] == "line 999" and len(excerpt.content()) < 40 * len(lines[-1])
+    (gap,) = (number for number, text in enumerate(found) if text.endswith("lines are not kept ..."))
+    assert found[gap] == f"... {1000 - len(found) + 1} lines are not kept ..."
+
+
+def test_all_lines_of_a_process_are_read_once_and_what_it_deleted_before_is_missed(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_output, "SEGMENT_BYTES", 200)
+    file, reader = OutputFile(tmp_path, lambda: 0), OutputReader(tmp_path)
+    found = []
+    for number in range(20):
+        file.add(f"line {number}")
+        if number % 3 == 0:
+            found += texts(b"".join(reader.lines()))
+    found += texts(b"".join(reader.lines()))
+    assert found == [f"line {number}" for number in range(20)] and len(list(tmp_path.iterdir())) == 1
+    for number in range(20, 200):
+        file.add(f"line {number}")
+    first, *_, last = texts(b"".join(reader.lines()))
+    assert first == "... lines are not kept ..." and last == "line 199"
+    file.close()
+
+
+def test_a_pods_log_is_in_the_runs_folder_and_in_the_store_with_the_error_that_ended_it(
+    tmp_path, monkeypatch, capsys, caplog
+):
+    monkeypatch.setenv("FLYTE_ATTEMPT_NUMBER", "1")
+    monkeypatch.setattr(module, "HEAD_BYTES", 100)
+    here = spec(tmp_path, checkpoint={"url": f"file://{tmp_path}/store"})
+
+    def end():
+        with kept_logs(here, 4):
+            print("said", file=sys.stderr)
+            raise ValueError("s3://me:word@host is wrong")
+
+    with pytest.raises(ValueError):
+        end()
+    print("later")
+    (file,) = RunFolder.of(here).logs.iterdir()
+    (copy,) = (tmp_path / "store" / "bot" / "logs").iterdir()
+    assert copy.name == file.name and copy.read_bytes() == file.read_bytes()
+    first, *trace, last = kept_log.parse(file.name, file.read_bytes())
+    assert (first.text, first.rank, first.attempt, first.source) == ("said", 4, 1, socket.gethostname())
+    assert trace[0].text.startswith("Traceback") and last.text == "ValueError: s3://...@host is wrong"
+    assert VARIABLE not in os.environ
+
+
+def test_the_next_pod_repeats_what_the_lost_one_said_last(tmp_path, monkeypatch, capsys):
+    here = spec(tmp_path)
+    logs = RunFolder.of(here).logs
+    logs.mkdir(parents=True)
+    lost = kept_log.file_name(0.0, "bot-w-0-0")
+    lines = [kept_log.entry(float(number), 0, f"line {number}") for number in range(300)]
+    (logs / lost).write_bytes(b"".join([kept_log.header("bot-w-0-0", 0), *lines]))
+    (logs / "notes.jsonl").write_text("not a kept log")
+    monkeypatch.setenv(progress_line.VARIABLE, "1")
+    with kept_logs(here), _locked_folder(here, RunFolder.of(here), None, []):
+        print("of this pod")
+    said = [progress_line.decode(line) or {} for line in capsys.readouterr().out.splitlines()]
+    found = [line for values in said if (line := kept_log.original(values))]
+    assert [line.text for line in found] == [f"line {number}" for number in range(100, 300)]
+    assert {(line.source, line.attempt, line.rank, line.kept) for line in found} == {("bot-w-0-0", 0, 0, lost)}
+    # On one machine nothing is repeated.
+    assert repeated_lines(here) == []
