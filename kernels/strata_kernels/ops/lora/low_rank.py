@@ -28,7 +28,7 @@ class Launch:
     warps: int
 
 
-_LAUNCH = Launch(rows=32, columns=256, warps=4)
+_LAUNCH = Launch(rows=32, columns=128, warps=4)
 # Of larger ranks the multiplications decide. `tl.dot` sums 16 or more.
 LARGEST, SMALLEST = 64, 16
 
