@@ -28,7 +28,7 @@ from tests.runtime.helpers.train_forked import launch
 from tests.runtime.helpers.train_only import train_spec
 
 pytestmark = [
-    pytest.mark.usefixtures("narrowed"),
+    pytest.mark.usefixtures("narrowed", "forked_readers"),
     pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::UserWarning:peft"),
 ]
 BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None

@@ -23,6 +23,7 @@ from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_forked import launch
 from tests.runtime.helpers.train_only import train_spec
 
+pytestmark = pytest.mark.usefixtures("forked_readers")
 STEPS, SAVED = 4, 2
 # Framework, strategy and adapter by objective. Without an adapter the reference is computed before.
 CELLS = {

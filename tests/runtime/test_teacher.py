@@ -1,7 +1,6 @@
 """Data with a teacher's log-probabilities: the command that writes it, and runs that learn without the teacher."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -20,6 +19,7 @@ from tasks.runtime.parallel.single import Single
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tasks.runtime.warmup.plan import plan_kernels
+from tests.helpers import fork_server
 from tests.runtime.helpers.preference_pairs import write_pairs
 from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_only import train_spec
@@ -210,7 +210,7 @@ def test_a_second_start_writes_what_is_missing(output, asked, written, tmp_path,
 def test_the_command_says_what_is_wrong(output, asked, tmp_path):
     (tmp_path / "spec.json").write_text(json.dumps(asked.model_dump(mode="json") | {"objective": {"type": "sft"}}))
     command = [sys.executable, "-m", "tasks.runtime.teacher", str(tmp_path / "spec.json"), str(tmp_path / "found")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = fork_server.run(command, env=fork_server.clean_environment(), capture_output=True, text=True)
     assert done.returncode == BAD_INPUT.exit_code
     assert "objective.teacher: missing; set objective.type to 'distill' and name the teacher" in done.stderr
     assert not (tmp_path / "found").exists()
