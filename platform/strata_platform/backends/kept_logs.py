@@ -59,6 +59,10 @@ class KeptLogs:
         if (since := _started(pod)) is not None:
             self._since.setdefault(_host(pod), since)
 
+    def is_without_log(self, pod: Object) -> None:
+        """Note that nothing could be read of a pod that was said to exist."""
+        self._since.pop(_host(pod), None)
+
     def stored(self) -> Iterator[LogLine]:
         """The lines in the run's folder, or in its copy."""
         for name, content in self.files.items():

@@ -111,6 +111,7 @@ class PodLogs:
         """kept: the logs of pods that are gone, to be merged with those of pods that exist."""
         self._namespace, self._execution, self._kept = namespace, execution, kept
         self._arrived: queue.SimpleQueue[tuple[str, LogLine]] = queue.SimpleQueue()
+        self._silent: queue.SimpleQueue[Object] = queue.SimpleQueue()
         self._readers: dict[str, threading.Thread] = {}
         self._closed = threading.Event()
         self._warned: set[tuple[str, str]] = set()
@@ -169,6 +170,9 @@ class PodLogs:
                     over = False
                 if over:
                     self._join_readers()
+                while self._kept is not None and not self._silent.empty():
+                    self._kept.is_without_log(self._silent.get_nowait())
+                    self._add_stored(merged)
                 while not self._arrived.empty():
                     self._add(merged, *self._arrived.get_nowait())
                 yield from merged.release(last=over)
@@ -206,6 +210,8 @@ class PodLogs:
                         self._arrived.put((stamp, line))
                         last = stamp
             if has_ended(self._namespace, pod):
+                if not last:
+                    self._silent.put(pod)
                 return
             self._closed.wait(1.0)
 

@@ -521,6 +521,9 @@ def test_of_a_pod_without_its_log_the_kept_log_is_shown(server, runs, tmp_path, 
     server.content["logs"] = {"bot-w-0-0-x2z": answer}
     assert [line.text for line in runs.logs("bot")] == ["its last words"]
     assert "log of bot-w-0-0-x2z: " in caplog.text and said in caplog.text
+    server.content["pods"][0]["status"]["phase"] = "Failed"
+    end(server, "Failed")
+    assert [line.text for line in runs.logs("bot", follow=True)] == ["its last words"]
 
 
 def test_a_store_that_refuses_to_give_logs_hides_none_of_the_pods_that_exist(server, runs, tmp_path, caplog):
