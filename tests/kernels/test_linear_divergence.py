@@ -245,8 +245,8 @@ def test_chunks_round_a_16_bit_gradient_of_weight_once(name, rows, device, monke
     assert plans[0].panels_size is not None and plans[0].chunk_rows < rows / 2
     assert plans[1].panels_size is None and not plans[1].fp32_dw
     for chunked, whole in zip(*found, strict=True):
-        # Only the order in which fp32 sums go differs.
-        assert (chunked.double() - whole.double()).abs().max() <= 2**-7 * whole.double().abs().max() / 2
+        # Only the order in which fp32 sums go differs: the largest are neighbors at most.
+        assert (chunked.double() - whole.double()).abs().max() <= 2 ** (whole.double().abs().max().log2().floor() - 7)
 
 
 def test_a_large_head_takes_less_than_two_gibibytes() -> None:

@@ -43,7 +43,8 @@ def group_norm_part_kernel(p_x, p_parts, n_parts, L: tl.constexpr, PARTS: tl.con
     m_l = o_l < L
     b_x = tl.load(p_x + (i_a // PARTS).to(tl.int64) * L + o_l, mask=m_l, other=0.0).to(tl.float32)
     count = tl.minimum(L - i_a % PARTS * BLOCK, BLOCK).to(tl.float32)
-    mean = tl.sum(b_x, 0) / count
+    # Rounded as IEEE says: where all numbers of a group are equal, nothing is left of them.
+    mean = tl.div_rn(tl.sum(b_x, 0), count)
     b_x = tl.where(m_l, b_x - mean, 0.0)
     tl.store(p_parts + i_a, mean)
     tl.store(p_parts + n_parts + i_a, tl.sum(b_x * b_x, 0))
@@ -63,7 +64,7 @@ def group_norm_fwd_kernel(
     p_row = i_r.to(tl.int64) * L + o_l
     b_x = tl.load(p_x + p_row, mask=m_l, other=0.0).to(tl.float32)
     if PARTS == 1:
-        mean = tl.sum(b_x, 0) / L
+        mean = tl.div_rn(tl.sum(b_x, 0), tl.cast(L, tl.float32))
         b_d = tl.where(m_l, b_x - mean, 0.0)
         squares = tl.sum(b_d * b_d, 0)
     else:
@@ -71,7 +72,7 @@ def group_norm_fwd_kernel(
         p_part = p_parts + i_r * PARTS + o_p
         b_count = tl.where(o_p < PARTS, tl.minimum(L - o_p * BLOCK, BLOCK), 0).to(tl.float32)
         b_mean = tl.load(p_part, mask=o_p < PARTS, other=0.0)
-        mean = tl.sum(b_mean * b_count, 0) / L
+        mean = tl.div_rn(tl.sum(b_mean * b_count, 0), tl.cast(L, tl.float32))
         b_d = b_mean - mean
         squares = tl.sum(tl.load(p_part + n_rows * PARTS, mask=o_p < PARTS, other=0.0) + b_count * b_d * b_d, 0)
     rstd = tl.rsqrt(squares / L + eps)
