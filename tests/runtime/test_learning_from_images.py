@@ -1,6 +1,7 @@
 """A vision-language model learns what only the image holds: whole and with LoRA, packed and not, also interrupted."""
 
 import json
+import math
 import random
 
 import pytest
@@ -96,8 +97,56 @@ def test_an_adapter_learns_other_answers_in_packed_rows_also_interrupted(learned
     recipe = DataRecipe.from_spec(spec, fingerprint(spec))
     data = prepare(recipe, data_folder(spec.output, recipe), report=print)
     assert data.manifest.train.media == data.manifest.train.samples > data.manifest.train.rows
-    merged = build_trained_model(spec, collect_weights(RunFolder.of(spec), spec.adapter, record))
-    assert accuracy(learned.model, ROTATED, merged) > 0.95
+    assert accuracy(learned.model, ROTATED, trained_model(spec, record)) > 0.95
+
+
+def test_all_weights_learn_other_answers_in_packed_rows_also_interrupted(learned, tmp_path):
+    spec = media_spec(
+        tmp_path, "packed", learned.model, write_shapes(tmp_path, 600, answers=ROTATED),
+        data={"sequence_length": 128, "packing": True}, training={"steps": 36, "micro_batch_size": 8},
+        optimizer={"lr": 4e-3}, checkpoint={"every": 32, "keep_last": 9}, tracking={"log_every": 1},
+    )  # fmt: skip
+    train_spec(spec)
+    whole = curve(spec, 0)
+    record = train_spec(spec, step=32)
+    assert len(whole) == 36 and curve(spec, 1) == whole[32:]
+    # Without the image, a third.
+    assert accuracy(learned.model, ROTATED, trained_model(spec, record)) > 0.5
+
+
+def test_an_adapter_learns_other_answers_in_rows_of_their_own(learned, tmp_path):
+    spec = media_spec(
+        tmp_path, "unpacked", learned.model, write_shapes(tmp_path, 600, answers=ROTATED),
+        adapter={"type": "lora", "r": 8}, training={"steps": 45, "micro_batch_size": 32}, optimizer={"lr": 1e-2},
+    )  # fmt: skip
+    record = train_spec(spec)
+    assert accuracy(learned.model, ROTATED, trained_model(spec, record)) > 0.6
+
+
+def test_preferences_about_images_are_learned(learned, tmp_path):
+    """Each answer is better than one of the others and worse than one. Their rewards, if they were the same for all
+    images, could differ by 0 on average at best, which is a loss of log 2.
+    """
+    source = write_shapes(tmp_path, 300)
+    pairs = []
+    for row in map(json.loads, source.read_text().splitlines()):
+        question, answer = row["messages"]
+        better = ROTATED[SHAPES.index(answer["content"])]
+        pairs.append({"prompt": [question], "chosen": [answer | {"content": better}], "rejected": [answer]})
+    source.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    spec = media_spec(
+        tmp_path, "preferred", learned.model, source, objective={"type": "dpo"},
+        data={"sequence_length": 96}, adapter={"type": "lora", "r": 8},
+        training={"steps": 20, "micro_batch_size": 16}, optimizer={"lr": 1e-2}, tracking={"log_every": 1},
+    )  # fmt: skip
+    train_spec(spec)
+    losses = [loss for _, loss, *_ in curve(spec)]
+    assert losses[0] == pytest.approx(math.log(2)) and losses[-1] < 0.4
+
+
+def trained_model(spec, record):
+    """A run's model, with its adapter merged."""
+    return build_trained_model(spec, collect_weights(RunFolder.of(spec), spec.adapter, record))
 
 
 def test_two_processes_train_as_one_also_where_only_one_has_an_image(tmp_path):

@@ -86,7 +86,10 @@ class Item(NamedTuple):
 
 @dataclass
 class MediaCounts:
-    """How many images or audios were `read`, and how many of them were made smaller or cut: `changed`."""
+    """How many images or audios were `read`, how many of them were made smaller or cut by a limit of `data`: `changed`,
+    and how many the model's processor makes smaller, as far as it says so: `reduced`.
+    """
 
     read: int = 0
     changed: int = 0
+    reduced: int = 0

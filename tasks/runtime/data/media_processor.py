@@ -164,6 +164,7 @@ class MediaProcessor(ABC):
         self._special = set(tokenizer.convert_tokens_to_ids(list(special_tokens_of(tokenizer))))
         self._known: set[str] = set()
         self._by_sizes: dict[tuple[Hashable, ...], list[str]] = {}
+        self._reduced: dict[Hashable, bool] = {}
 
     @staticmethod
     @abstractmethod
@@ -214,6 +215,10 @@ class MediaProcessor(ABC):
                 self._known.add(text)
             self._by_sizes[sizes] = found
         return self._by_sizes[sizes]
+
+    def reduced(self, opened: list[Any]) -> int:
+        """How many of them, whose texts have been asked for, the processor makes smaller, as far as it says so."""
+        return sum(self._reduced.get(self._size(one), False) for one in opened)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text."""
@@ -269,6 +274,12 @@ class ImageProcessor(MediaProcessor):
             padding=False,
             return_text_replacement_offsets=True,
         )
+        patch, merged = (getattr(self._processor.image_processor, name, None) for name in ("patch_size", "merge_size"))
+        if isinstance(patch, int) and isinstance(merged, int):
+            # Of the families that tell the grid of patches, as Qwen's. Rounding to whole tokens is none.
+            for picture, (_, *grid) in zip(opened, encoded.get("image_grid_thw", ()), strict=False):
+                height, width = (int(patches) * patch + patch * merged / 2 for patches in grid)
+                self._reduced[picture.size] = height < picture.height or width < picture.width
         return [str(one["replacement"]) for one in encoded["text_replacement_offsets"][0]]
 
 

@@ -18,8 +18,8 @@ MAX_GENERATION_SAMPLES = 64
 class PartRecord:
     """What became of a part: counts, shards, and what the manifest takes from all parts.
 
-    medium: what samples have beside text, "image" or "audio". media_read, media_changed: of all samples, those that
-    were skipped included.
+    medium: what samples have beside text, "image" or "audio". media_read, media_changed, media_reduced: of all
+    samples, those that were skipped included.
     documents, median: texts, and the middle one's tokens; of other formats 0. ends: the ends of long texts are held
     out rather than whole ones.
     """
@@ -35,6 +35,7 @@ class PartRecord:
     medium: str | None = None
     media_read: int = 0
     media_changed: int = 0
+    media_reduced: int = 0
     special_found: int = 0
     special_example: tuple[str, str] | None = None
     samples: list[Sample] = field(default_factory=list)
@@ -82,6 +83,7 @@ def in_all(records: list[PartRecord]) -> PartRecord:
         whole.medium = whole.medium or record.medium
         whole.media_read += record.media_read
         whole.media_changed += record.media_changed
+        whole.media_reduced += record.media_reduced
         whole.special_example = whole.special_example or record.special_example
         whole.ends = whole.ends or record.ends
     whole.median = weighted_median([(record.median, record.documents) for record in records])

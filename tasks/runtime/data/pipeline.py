@@ -302,7 +302,8 @@ def _write_manifest(
     versions = plan.versions
     if whole.media_read:
         medium = next(medium for medium in MEDIA if medium.name == whole.medium)
-        report(f"{whole.media_read:,} {medium.several} read, {whole.media_changed:,} {medium.changed}")
+        reduced = f", {whole.media_reduced:,} made smaller by the model's processor" if whole.media_reduced else ""
+        report(f"{whole.media_read:,} {medium.several} read, {whole.media_changed:,} {medium.changed}{reduced}")
         processor = processor_of(recipe, tokenizer)
         assert processor is not None
         processor(medium).save(folder / TOKENIZER)

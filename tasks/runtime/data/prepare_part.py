@@ -91,6 +91,7 @@ class PartPreparer:
             record.medium = media.used.medium.name
             record.media_read = media.counts.read - before.read
             record.media_changed = media.counts.changed - before.changed
+            record.media_reduced = media.counts.reduced - before.reduced
         record.special_found, record.special_example = special.found, special.example
         return record
 

@@ -63,6 +63,7 @@ class RowMedia:
         reader = processor.reader(self._data, self.counts)
         contents, opened = zip(*(reader.read(item.value, row) for item in items), strict=True)
         texts = processor.replacements(list(opened))
+        self.counts.reduced += processor.reduced(list(opened))
         counts = [_places(segments, processor.placeholder) for segments in documents]
         if (most := max(counts, default=0)) != len(items):
             raise RowError(

@@ -315,6 +315,24 @@ def test_the_tokens_of_an_image_depend_on_its_size_alone(family):
         assert again.replacements(drawn) == first
 
 
+def test_images_that_the_processor_makes_smaller_are_counted(tmp_path, capsys):
+    folder = FAMILIES["qwen2_5_vl"](tmp_path / "model", edge=32)
+    # Two of more than 32 x 32 pixels. 30 x 27 is rounded to patches.
+    rows = []
+    for number, size in enumerate([(64, 64), (30, 27), (32, 32), (100, 20)]):
+        Image.new("RGB", size).save(tmp_path / f"{number}.png")
+        said = [{"role": "user", "content": "<image>Which?"}, {"role": "assistant", "content": "circle"}]
+        rows.append({"messages": said, "images": [f"{number}.png"]})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = RunSpec.model_validate({
+        "model": {"name": str(folder)},
+        "data": {"source": str(tmp_path / "rows.jsonl"), "packing": False, "validation_fraction": 0},
+    })  # fmt: skip
+    prepare(DataRecipe.from_spec(spec, fingerprint(spec)), tmp_path / "data", report=print)
+    expected = "4 images read, 0 made smaller by data.image_max_pixels, 2 made smaller by the model's processor"
+    assert expected in capsys.readouterr().out
+
+
 def test_other_processes_make_the_same_batches(tmp_path):
     family = FAMILIES["qwen2_5_vl"](tmp_path / "model")
     rows_of(tmp_path, "")
