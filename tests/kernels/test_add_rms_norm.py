@@ -6,6 +6,7 @@ from torch import Tensor
 
 from strata_kernels import add_rms_norm, rms_norm
 from strata_kernels.ops._launch import recording
+from strata_kernels.ops.norm.rms_norm import rms_norm_and_input
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 on_gpu = pytest.mark.parametrize("path", ["gpu"] * torch.cuda.is_available(), indirect=True)
@@ -64,6 +65,24 @@ def test_one_output_used(used, device, compare, poisoned) -> None:
         dh = torch.randn_like(x)
         gradients = torch.autograd.grad(add_rms_norm(x, residual, weight)[1], given, dh, allow_unused=True)
         assert torch.equal(gradients[0], dh) and torch.equal(gradients[1], dh) and gradients[2] is None
+
+
+@pytest.mark.parametrize("used", ["y", "x", "both"])
+def test_a_norm_beside_its_input_adds_both_gradients(used, device, compare, poisoned) -> None:
+    def chosen(y: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        return {"y": (y,), "x": (x * 1,), "both": (y, x * 1)}[used]
+
+    x, _, weight = inputs((5, 48), torch.float32, device)
+    if used == "x":
+        given = [x.requires_grad_(), weight.requires_grad_()]
+        dx, dw = torch.autograd.grad(rms_norm_and_input(*given)[1], given, torch.ones_like(x), allow_unused=True)
+        assert torch.equal(dx, torch.ones_like(x)) and dw is None
+        return
+    compare(
+        lambda x, w: chosen(*rms_norm_and_input(x, w, offset=1.0)),
+        lambda x, w: chosen(plain(x, torch.zeros_like(x), w, 1.0)[0], x),
+        [x, weight],
+    )
 
 
 @pytest.mark.parametrize("used", ["y", "h", "both"])

@@ -153,6 +153,38 @@ def test_a_gated_layer_keeps_its_frozen_products_and_what_is_narrow(device) -> N
     assert sorted(shape for shape in kept if shape[0] == 17) == [(17, 4), (17, 8), (17, 32), (17, 48), (17, 48)]
 
 
+@numpy
+@pytest.mark.parametrize("gated", [False, True], ids=["linear", "gated"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_residual_is_added_to_the_result(dtype, gated, within_bar, device, poisoned) -> None:
+    """One that is strided; fp16, because the interpreter multiplies bf16 wrongly."""
+    sizes = [(48, 32, 4), (48, 32, 4), (32, 48, 4)] if gated else [(32, 32, 4)]
+    shapes = [shape for n, k, r in sizes for shape in ((n, k), (r, k), (n, r))]
+    weights = [torch.randn(shape).div(8).to(dtype).to(device) for shape in shapes]
+    x, residual = (torch.randn(17, 2, 32).to(dtype).to(device) for _ in range(2))
+
+    def run(ours: bool, dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in (x, residual, *weights)]
+        first, added, *rest = leaves
+        first, added = first.transpose(0, 1).contiguous(), added.transpose(0, 1)
+        triples = list(zip(rest[::3], rest[1::3], rest[2::3], strict=True))
+        layers = [AdaptedLayer(ExactWeight(w.detach()), None, a, b, SCALE) for w, a, b in triples]
+        if ours and gated:
+            y = lora_gated_layer(first, *layers, "silu", residual=added)
+        elif ours:
+            y = lora_linear(first, layers, residual=added)[0]
+        else:
+            step = lambda x, w, a, b: x @ w.detach().t() + SCALE * (x @ a.t() @ b.t())  # noqa: E731
+            gate = step(first, *triples[0])
+            y = added + (step(functional.silu(gate) * step(first, *triples[1]), *triples[2]) if gated else gate)
+        incoming = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+        wanted = [*leaves[:2], *(factor for triple in triples for factor in triple[1:])]
+        return [y.detach(), *torch.autograd.grad(y, wanted, incoming)]
+
+    for found, steps, exact in zip(run(True, dtype), run(False, dtype), run(False, torch.float64), strict=True):
+        within_bar(found, steps, exact, roundings=4)
+
+
 def test_a_result_that_nothing_uses_and_an_input_without_gradient(device, poisoned) -> None:
     x, factors, weights, biases = tensors_of(LAYERS["three"], torch.float64, device, False)
     leaves = [factor.clone().requires_grad_() for factor in factors]

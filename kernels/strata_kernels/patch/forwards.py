@@ -48,17 +48,13 @@ def norm_forward(norm: Norm) -> Forward:
     """RMSNorm or LayerNorm as the family writes it; without a weight or a bias where the module has none."""
     offset, cast = norm.offset, norm.cast
 
-    def eps_of(self: Any) -> float:
-        eps: float = getattr(self, norm.eps) if isinstance(norm.eps, str) else norm.eps
-        return eps
-
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         weight = getattr(self, "weight", None)
-        return rms_norm(hidden_states, weight, eps_of(self), offset=offset, cast=cast)
+        return rms_norm(hidden_states, weight, norm.eps_of(self), offset=offset, cast=cast)
 
     def centered(self: Any, hidden_states: Tensor) -> Tensor:
         weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)
-        return layer_norm(hidden_states, weight, bias, eps_of(self))
+        return layer_norm(hidden_states, weight, bias, norm.eps_of(self))
 
     return centered if norm.center else forward
 

@@ -13,6 +13,7 @@ layer, and a norm that is called no longer or whose result changes its type.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..ops.experts.experts_arguments import Gate
 from ..ops.norm.rms_norm import Cast
@@ -36,6 +37,11 @@ class Norm:
     offset: float = 0.0
     cast: Cast = "llama"
     center: bool = False
+
+    def eps_of(self, module: Any) -> float:
+        """The epsilon of a norm of the family."""
+        eps: float = getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
+        return eps
 
 
 @dataclass(frozen=True)

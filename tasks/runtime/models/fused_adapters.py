@@ -1,5 +1,8 @@
 """LoRA's layers as one operator each, as one for layers that read the same input, and as one for a gated MLP.
 
+Of a decoder layer in the usual form, attention's last product and the MLP add the residual with their adapters, and
+the backward pass of the norms adds the residual's gradient.
+
 Only the class of PEFT's layers changes: parameters, hooks and names stay, so checkpoints, optimizers and export know
 nothing of it. A layer that does more than a frozen product and a plain adapter keeps PEFT's own forward pass: DoRA, an
 adapter that is switched off, hooks that gather weights, `torch.compile`, `per_op`.
@@ -25,12 +28,15 @@ from strata_kernels.ops.float8.largest import finding_largest
 from strata_kernels.ops.lora.frozen_weight import ExactWeight, Float8Weight, Frozen, PackedWeight
 from strata_kernels.ops.lora.gated_layer import lora_gated_layer, takes_gated_layer
 from strata_kernels.ops.lora.lora_linear import AdaptedLayer, lora_linear
+from strata_kernels.ops.norm.rms_norm import rms_norm_and_input
 from strata_kernels.patch.structure import activation_function, is_hooked, original_class, recipe_of
-from strata_kernels.patch.table import Mlp
+from strata_kernels.patch.table import Mlp, Norm
 from tasks.runtime.models.float8 import Float8FrozenLinear
 
 # Where a layer that shares its input keeps its group.
 _GROUP = "_strata_group"
+# Where a layer finds what it may add to its result.
+_RESIDUAL = "_strata_residual"
 
 
 def fuse_adapters(model: PreTrainedModel) -> int:
@@ -59,6 +65,10 @@ def fuse_adapters(model: PreTrainedModel) -> int:
         if isinstance(recipe, Mlp) and _is_gated(recipe) and {recipe.gate, recipe.up, recipe.down} <= children.keys():
             patched: Any = type(parent)
             parent.__class__ = _fused_mlp(patched, recipe)
+    for module in model.modules():
+        if type(module) is original_class(module) and _is_usual(module):
+            plain: Any = type(module)
+            module.__class__ = _fused_decoder_layer(plain)
     return count
 
 
@@ -145,12 +155,149 @@ def _compute_mlp(mlp: nn.Module, recipe: Mlp, x: Tensor) -> Tensor | None:
         return None
     function = "silu" if recipe.activation is None else activation_function(getattr(mlp, recipe.activation))
     in_fp8 = any(type(layer.base_layer) is Float8FrozenLinear for layer in layers)
-    return lora_gated_layer(x, gate, up, down, function, in_fp8=in_fp8)
+    residual = _take_residual(mlp, x, down)
+    return lora_gated_layer(x, gate, up, down, function, in_fp8=in_fp8, residual=residual)
+
+
+def _is_usual(layer: Any) -> bool:
+    """Whether it is a decoder layer that computes as `_usual_forward` does, and its attention ends with `o_proj`."""
+    cls: Any = type(layer)
+    if not _is_written_as_usual(cls):
+        return False
+    names = ("input_layernorm", "post_attention_layernorm", "self_attn", "mlp")
+    if not all(isinstance(getattr(layer, name, None), nn.Module) for name in names):
+        return False
+    attention: Any = original_class(layer.self_attn)
+    return _ends_with_o_proj(attention)
+
+
+def _usual_forward(  # type: ignore[no-untyped-def]  # pragma: no cover - it is read, not run
+    self,
+    hidden_states,
+    attention_mask=None,
+    position_ids=None,
+    past_key_values=None,
+    use_cache=False,
+    position_embeddings=None,
+    **kwargs,
+):
+    residual = hidden_states
+    hidden_states = self.input_layernorm(hidden_states)
+    hidden_states, _ = self.self_attn(
+        hidden_states=hidden_states,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        past_key_values=past_key_values,
+        use_cache=use_cache,
+        position_embeddings=position_embeddings,
+        **kwargs,
+    )
+    hidden_states = residual + hidden_states
+    residual = hidden_states
+    hidden_states = self.post_attention_layernorm(hidden_states)
+    hidden_states = self.mlp(hidden_states)
+    hidden_states = residual + hidden_states
+    return hidden_states
+
+
+@cache
+def _is_written_as_usual(cls: Any) -> bool:
+    found = _function(cls.forward)
+    return found is not None and _parts(found) == _parts(_function(_usual_forward))
+
+
+def _parts(function: Any) -> tuple[list[str], list[str]]:
+    """Its arguments without annotations, and its statements; its docstring is none."""
+    arguments = function.args
+    named = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    further = [argument.arg for argument in (arguments.vararg, arguments.kwarg) if argument]
+    defaults = [ast.unparse(value) for value in arguments.defaults]
+    body = function.body[ast.get_docstring(function) is not None :]
+    return [*named, "*", *further, *defaults], [ast.unparse(statement) for statement in body]
+
+
+@cache
+def _ends_with_o_proj(cls: Any) -> bool:
+    """Whether the first result of its forward pass is that of `o_proj`, which it calls once."""
+    function = _function(cls.forward)
+    if function is None:
+        return False
+    last = [ast.unparse(statement) for statement in function.body[-2:]]
+    called = sum(isinstance(node, ast.Attribute) and node.attr == "o_proj" for node in ast.walk(function))
+    returns = sum(isinstance(node, ast.Return) for node in ast.walk(function))
+    ends = ["attn_output = self.o_proj(attn_output)", "return (attn_output, attn_weights)"]
+    return last == ends and called == 1 and returns == 1
+
+
+@cache
+def _fused_decoder_layer(cls: Any) -> Any:
+    """The subclass of a decoder layer's class that is written as `_usual_forward`."""
+    original: Callable[..., Tensor] = cls.forward
+    defaults = {name: p.default for name, p in list(inspect.signature(_usual_forward).parameters.items())[2:-1]}
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or torch.compiler.is_compiling() or has_mode() or not _adds_by_parts(self):
+            return original(self, hidden_states, *args, **kwargs)
+        y, residual = _norm(self.input_layernorm, hidden_states)
+        attention = self.self_attn
+        h = _add(residual, attention.o_proj, lambda: attention(hidden_states=y, **{**defaults, **kwargs})[0])
+        y, residual = _norm(self.post_attention_layernorm, h)
+        return _add(residual, self.mlp, lambda: self.mlp(y))
+
+    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+        # A pickle would find the original class by its module and name.
+        state: Any = object.__reduce_ex__(self, protocol)
+        return _new_decoder_layer, (cls,), *state[2:]
+
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    known = {"_strata_original": cls, "__reduce_ex__": reduce}
+    return type(cls)(cls.__name__, (cls,), {"forward": forward, **known, **names})
+
+
+def _new_decoder_layer(cls: Any) -> Any:
+    fused = _fused_decoder_layer(cls)
+    return fused.__new__(fused)
+
+
+def _adds_by_parts(layer: Any) -> bool:
+    """Whether nobody else sees what its parts compute, and its norms are those of the kernel layer."""
+    norms = (layer.input_layernorm, layer.post_attention_layernorm)
+    if any(map(is_hooked, (*norms, layer.self_attn, layer.self_attn.o_proj, layer.mlp))):
+        return False
+    return all(
+        isinstance(recipe := recipe_of(norm), Norm) and not recipe.center and _is_plain(norm.weight) for norm in norms
+    )
+
+
+def _norm(norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The norm of x, and x."""
+    recipe: Norm = recipe_of(norm)
+    return rms_norm_and_input(x, norm.weight, recipe.eps_of(norm), offset=recipe.offset, cast=recipe.cast)
+
+
+def _add(residual: Tensor, last: nn.Module, compute: Callable[[], Tensor]) -> Tensor:
+    """`residual + compute()`, whose result is that of the module `last`, which adds the residual itself if it can."""
+    vars(last)[_RESIDUAL] = residual
+    try:
+        y = compute()
+        return residual + y if _RESIDUAL in vars(last) else y
+    finally:
+        vars(last).pop(_RESIDUAL, None)
+
+
+def _take_residual(module: nn.Module, x: Tensor, layer: AdaptedLayer) -> Tensor | None:
+    """What `module` adds to the result of its last `layer`; None if that has another shape, dtype or device."""
+    residual: Tensor | None = vars(module).get(_RESIDUAL)
+    if residual is None or (residual.dtype, residual.device) != (x.dtype, x.device):
+        return None
+    return vars(module).pop(_RESIDUAL) if residual.shape == (*x.shape[:-1], layer.frozen.outputs) else None
 
 
 def _project(layer: Any, x: Tensor) -> Tensor | None:
     adapted = _adapted(layer, x)
-    return None if adapted is None else lora_linear(x, [adapted], dropout=_dropout(layer))[0]
+    if adapted is None:
+        return None
+    return lora_linear(x, [adapted], dropout=_dropout(layer), residual=_take_residual(layer, x, adapted))[0]
 
 
 def _dropout(layer: Any) -> float:
@@ -264,13 +411,21 @@ def calls_with_one_input(cls: Any) -> tuple[tuple[str, ...], ...]:
 
     Read from its source, and nothing depends on it but speed. Empty if there is no source.
     """
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
-    except (OSError, TypeError, SyntaxError):
+    function = _function(cls.forward)
+    if function is None:
         return ()
     calls = _Calls()
-    calls.visit(tree)
+    calls.visit(function)
     return tuple(tuple(names) for names in calls.found.values() if len(names) > 1)
+
+
+def _function(function: Callable[..., Any]) -> ast.FunctionDef | None:
+    """The source of `function`, if there is one."""
+    try:
+        (found,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return None
+    return found if isinstance(found, ast.FunctionDef) else None
 
 
 class _Calls(ast.NodeVisitor):

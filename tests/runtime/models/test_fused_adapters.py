@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from importlib import import_module
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from strata_kernels import patch_model
+from strata_kernels import patch_model, unpatch_model
+from strata_kernels.patch.table import ROWS
 from strata_platform.spec import RunSpec
 from strata_platform.spec.training import Training
 from tasks.runtime.models import fused_adapters
@@ -221,6 +223,143 @@ def test_results_wait_for_the_same_input_alone():
     copied = copy.deepcopy(attention)
     other = vars(copied.q_proj)["_strata_group"]
     assert other is vars(copied.v_proj)["_strata_group"] and other is not group
+
+
+@pytest.fixture
+def added(monkeypatch):
+    """What adds the residual with its adapter, in the order of calls."""
+    seen, take = [], fused_adapters._take_residual
+
+    def taken(module, x, layer):
+        found = take(module, x, layer)
+        if found is not None:
+            seen.append(type(module).__name__)
+        return found
+
+    monkeypatch.setattr(fused_adapters, "_take_residual", taken)
+    return seen
+
+
+def parts_of(layer):
+    norms = {"input_layernorm": layer.input_layernorm, "post_attention_layernorm": layer.post_attention_layernorm}
+    return norms | {"self_attn": layer.self_attn, "o_proj": layer.self_attn.o_proj, "mlp": layer.mlp}
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "per_op", "attention"])
+def test_residuals_are_added_with_the_adapters_of_the_last_products(policy, added):
+    """What keeps the results of operators watches modules or operators, which then compute by themselves."""
+    model = small_llama()
+    # A cache would grow when a layer is computed again.
+    model.config.use_cache = False
+    expected = step(model)
+    fuse_adapters(model)
+    checkpoint_activations(model, Training(gradient_checkpointing=policy))
+    assert_close(step(model), expected, 1e-5)
+    assert added == ["Linear", "LlamaMLP"] * {"none": 2, "full": 4, "per_op": 0, "attention": 0}[policy]
+    assert not any("_strata_residual" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("part", ["input_layernorm", "post_attention_layernorm", "self_attn", "o_proj", "mlp"])
+def test_hooks_see_what_a_part_of_the_layer_computes_itself(part, added):
+    model, seen = small_llama(), []
+    x = torch.randn(2, 24, 64)
+    for fused in (False, True):
+        if fused:
+            fuse_adapters(model)
+        handle = parts_of(model.model.layers[0])[part].register_forward_hook(lambda _, __, y: seen.append(y))
+        model.model(inputs_embeds=x)
+        handle.remove()
+    first, second = (y[0] if isinstance(y, tuple) else y for y in seen)
+    torch.testing.assert_close(second, first)
+    assert added == ["Linear", "LlamaMLP"]
+    model.model(inputs_embeds=x)
+    assert added == ["Linear", "LlamaMLP"] * 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "adding"),
+    [
+        ({"target_modules": ["q_proj", "gate_proj"]}, []),
+        ({"target_modules": ["o_proj"]}, ["Linear"]),
+        ({"target_modules": ["o_proj", "down_proj"]}, ["Linear"]),
+        ({"use_dora": True}, []),
+    ],
+    ids=str,
+)
+def test_residuals_are_added_behind_what_adds_none(settings, adding, added):
+    model = small_llama(**settings)
+    expected = step(model)
+    fuse_adapters(model)
+    assert_close(step(model), expected, 1e-5)
+    assert added == adding * 2
+
+
+def test_the_backward_pass_of_norms_adds_the_gradients_of_residuals(monkeypatch):
+    seen, plain = [], fused_adapters.rms_norm_and_input
+    monkeypatch.setattr(fused_adapters, "rms_norm_and_input", lambda *a, **more: seen.append(a) or plain(*a, **more))
+    model = small_llama(target_modules=["q_proj"])
+    expected = step(model)
+    fuse_adapters(model)
+    for _ in range(2):
+        assert_close(step(model), expected, 1e-5)
+    assert len(seen) == 8
+    for wrapped in (torch.no_grad, torch.inference_mode):
+        with wrapped():
+            loss = model(input_ids=TOKENS, labels=TOKENS).loss
+        assert loss.item() == pytest.approx(expected[0], rel=1e-5)
+
+
+def test_autocast_and_residuals_of_another_dtype(added):
+    model = small_llama()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = step(model)
+        fuse_adapters(model)
+        assert_close(step(model), expected, 2e-2)
+    assert not added
+    model = small_llama(torch.bfloat16)
+    wide = torch.randn(2, 24, 64)
+    layer = model.model.layers[0]
+    x = layer.self_attn.o_proj(wide.bfloat16())
+    fuse_adapters(model)
+    assert (
+        fused_adapters._add(wide, layer.self_attn.o_proj, lambda: layer.self_attn.o_proj(wide.bfloat16())).dtype
+        == (wide + x).dtype
+    )
+    assert not added
+
+
+def test_a_failing_layer_leaves_no_residual_behind():
+    model = small_llama()
+    fuse_adapters(model)
+    layer = model.model.layers[0]
+    with pytest.raises(TypeError):
+        layer(torch.randn(2, 24, 64))
+    assert not any("_strata_residual" in vars(module) for module in layer.modules())
+
+
+def test_undoing_the_patch_restores_the_layers():
+    model = small_llama()
+    classes = [type(layer) for layer in model.model.layers]
+    fuse_adapters(model)
+    assert [type(layer) for layer in model.model.layers] != classes
+    assert [type(layer).__name__ for layer in model.model.layers] == ["LlamaDecoderLayer"] * 2
+    unpatch_model(model)
+    assert [type(layer) for layer in model.model.layers] == classes
+
+
+def test_layers_of_the_usual_form_are_found_in_the_source():
+    usual = set()
+    for row in ROWS.values():
+        home = import_module(row.module)
+        layer, attention = (getattr(home, row.prefix + name) for name in ("DecoderLayer", "Attention"))
+        if fused_adapters._is_written_as_usual(layer) and fused_adapters._ends_with_o_proj(attention):
+            usual.add(row.prefix)
+    # Others norm what they add (OLMo 2, Gemma 2), scale it (Granite), drop parts of it (Phi-3), or have other names.
+    assert usual == {
+        *("Llama", "Mistral", "Ministral", "Ministral3", "Qwen2", "Qwen3", "SmolLM3", "Gemma", "Glm", "Helium"),
+        *("Ernie4_5", "HunYuanDenseV1", "Cwm", "Arcee"),
+    }
+    assert not fused_adapters._is_written_as_usual(nn.Linear) and not fused_adapters._ends_with_o_proj(LlamaMLP)
 
 
 class Different(nn.Module):

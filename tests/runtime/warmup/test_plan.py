@@ -101,7 +101,8 @@ def test_the_plan_has_what_an_evaluation_launches(folder):
 
 def test_an_adapters_plan_is_that_of_trained_linear_layers_and_of_its_own_kernels(folder):
     plan, trained = kernels(plan_kernels(spec(folder, adapter={"type": "lora"}))), from_config(folder, adapter=True)
-    own = {"add_low_rank_kernel", "adapted_gate_fwd_kernel", "adapted_gate_bwd_kernel"}
+    # The norms' backward pass adds the residual's gradient.
+    own = {"add_low_rank_kernel", "adapted_gate_fwd_kernel", "adapted_gate_bwd_kernel", "norm_bwd_kernel"}
     assert {item.name for item in plan - trained} == own
     # The activation is fused with the adapters.
     assert {item.name for item in trained - plan} == {"activation_fwd_kernel", "activation_bwd_kernel"}

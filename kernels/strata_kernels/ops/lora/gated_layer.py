@@ -38,7 +38,14 @@ _Product = tuple[Tensor, Tensor, float]
 
 
 def lora_gated_layer(
-    x: Tensor, gate: AdaptedLayer, up: AdaptedLayer, down: AdaptedLayer, function: Function, *, in_fp8: bool = False
+    x: Tensor,
+    gate: AdaptedLayer,
+    up: AdaptedLayer,
+    down: AdaptedLayer,
+    function: Function,
+    *,
+    in_fp8: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """`linear(f(linear(x, gate)) * linear(x, up), down)`, each with its adapter; differentiable in x and the adapters.
 
@@ -48,6 +55,7 @@ def lora_gated_layer(
         down: [F] → [N].
         function: f, "silu", "gelu", "gelu_tanh" or "relu2".
         in_fp8: whether to note the largest magnitudes of what is multiplied next, for its cast to FP8.
+        residual: what is added to the result, in its shape and dtype.
 
     Returns:
         [..., N], in the dtype of x.
@@ -59,9 +67,9 @@ def lora_gated_layer(
         require_factors(width, x.dtype, layer)
     factors = [factor for layer in (gate, up, down) for factor in (layer.a, layer.b)]
     call = _Layer(Call((gate, up)), Call((down,)), function, in_fp8)
-    out: Tensor = _LoraGatedLayer.apply(call, x, *factors)
+    out: Tensor = _LoraGatedLayer.apply(call, x, residual, *factors)
     with torch.no_grad():
-        call.down.fill(call.take_y(), (out,))
+        call.down.fill(call.take_y(), (out,), residual)
     return out
 
 
@@ -95,7 +103,7 @@ class _LoraGatedLayer(torch.autograd.Function):
     """Gives memory for the result, which is filled when the node is made."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Layer, x: Tensor, *factors: Tensor) -> Tensor:
+    def forward(ctx: Any, call: _Layer, x: Tensor, residual: Tensor | None, *factors: Tensor) -> Tensor:
         *of_gate_up, a, _ = factors
         h = call.gate_up.reduce(rows_of(x), of_gate_up[::2])
         frozen = []
@@ -126,7 +134,7 @@ class _LoraGatedLayer(torch.autograd.Function):
             products = call.gate_up.frozen_input_gradients([d_gate, d_up])
             dx = call.gate_up.input_gradient(e, of_gate_up[::2], products).view(x.shape)
         of_a = call.gate_up.gradients_of_a(rows_of(x), e)
-        return None, dx, *by_turns(of_a, of_b), d_a, d_b
+        return None, dx, d_out if ctx.needs_input_grad[2] else None, *by_turns(of_a, of_b), d_a, d_b
 
 
 def _activate(call: _Layer, gate: Tensor, up: Tensor, products: Sequence[_Product]) -> Tensor:

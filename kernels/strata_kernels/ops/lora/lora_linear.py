@@ -49,7 +49,9 @@ class AdaptedLayer:
     scale: float
 
 
-def lora_linear(x: Tensor, layers: Sequence[AdaptedLayer], *, dropout: float = 0.0) -> tuple[Tensor, ...]:
+def lora_linear(
+    x: Tensor, layers: Sequence[AdaptedLayer], *, dropout: float = 0.0, residual: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """`linear(x, W, bias) + scale * linear(linear(x, a), b)` of each layer, differentiable in x and the adapters.
 
     Args:
@@ -57,6 +59,7 @@ def lora_linear(x: Tensor, layers: Sequence[AdaptedLayer], *, dropout: float = 0
         layers: what reads x, one or more.
         dropout: the share of the elements of x that each adapter does not see, below 1. The others are scaled as by
             `torch.dropout`; seeds come from PyTorch's generator of the device.
+        residual: what is added to the result of the one layer that there is, in its shape and dtype.
 
     Returns:
         [..., N] for each layer, in the dtype of x.
@@ -76,11 +79,11 @@ def lora_linear(x: Tensor, layers: Sequence[AdaptedLayer], *, dropout: float = 0
     # On the device: the host waits for nothing.
     seeds = tuple(torch.randint(2**62, (1,), device=x.device) for _ in layers if dropout)
     call = Call(tuple(layers), dropout, seeds)
-    ys: tuple[Tensor, ...] = _LoraLinear.apply(call, x, *factors)
+    ys: tuple[Tensor, ...] = _LoraLinear.apply(call, x, residual, *factors)
     # Recomputation of a checkpointed layer ends with the last tensor that a node keeps, which it does when it is made:
     # the products behind that are not computed again.
     with torch.no_grad():
-        call.fill(x, ys)
+        call.fill(x, ys, residual)
     return ys
 
 
@@ -160,12 +163,13 @@ class Call:
             dx = seeded_dropout(own @ factor, seed, self.dropout, base=dx)
         return dx
 
-    def fill(self, x: Tensor, ys: Sequence[Tensor]) -> None:
-        """Compute the results in their memory."""
+    def fill(self, x: Tensor, ys: Sequence[Tensor], residual: Tensor | None = None) -> None:
+        """Compute the results in their memory; `residual` is added to each."""
+        others = [] if residual is None else [rows_of(residual).contiguous()]
         for layer, h, y in zip(self.layers, self.h, ys, strict=True):
             rows = y.view(-1, y.shape[-1])
             layer.frozen.multiply(x, layer.bias, rows)
-            add_low_rank(rows, h, layer.b.t(), layer.scale)
+            add_low_rank(rows, h, layer.b.t(), layer.scale, others=others)
         self.h = ()
 
 
@@ -173,7 +177,7 @@ class _LoraLinear(torch.autograd.Function):
     """Gives memory for the results, which is filled when the node is made."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, x: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: Call, x: Tensor, residual: Tensor | None, *factors: Tensor) -> tuple[Tensor, ...]:
         h = call.reduce(rows_of(x), factors[::2])
         call.h = call.parts(h)
         # Without what it computed: the node outlives the call.
@@ -193,7 +197,7 @@ class _LoraLinear(torch.autograd.Function):
         # A layer whose result nobody reads has no gradient: one of zeros would be a step of decay.
         of_a = [None if dy is None else d_a for dy, d_a in zip(dys, call.gradients_of_a(rows_of(x), e), strict=True)]
         dx = call.input_gradient(e, factors[::2], products).view(x.shape) if products else None
-        return None, dx, *by_turns(of_a, of_b)
+        return None, dx, dys[0] if ctx.needs_input_grad[2] else None, *by_turns(of_a, of_b)
 
 
 def by_turns(of_a: Sequence[Tensor | None], of_b: Sequence[Tensor | None]) -> list[Tensor | None]:

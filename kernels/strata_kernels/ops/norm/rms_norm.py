@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .._launch import DTYPES, describe, has_dtype
-from .._operator import Operator, is_transformed, operator, plain_gradients
+from .._operator import Operator, is_transformed, operator, plain_gradients, refuse_double_backward
 from .norm_launch import norm_backward, norm_forward
 from .norm_reference import gradient_like, norm_reference, normalized_like, statistics_like, unfilled
 
@@ -128,6 +128,30 @@ class _AddRMSNorm(Operator):
         return dx, dx, dw if weight_grad else None, None, None, None
 
 
+class _RMSNormAndInput(torch.autograd.Function):
+    """One node for the norm of x and for x itself, whose backward kernel adds both gradients of x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str
+    ) -> tuple[Tensor, Tensor]:
+        y, stats = _RMSNorm.apply(x, weight, eps, offset, cast)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, stats)
+        ctx.offset = offset
+        return y, x
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("rms_norm_and_input")
+        if dy is None:
+            return dh, None, None, None, None
+        x, weight, stats = ctx.saved_tensors
+        weight_grad = ctx.needs_input_grad[1]
+        dx, dw = _RMSNormBackward.apply(dy, dh, x, weight, stats, ctx.offset, weight_grad)
+        return dx, dw if weight_grad else None, None, None, None
+
+
 def _plain(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast: str) -> Tensor:
     return norm_reference(x, None, weight, None, eps, offset, cast, center=False)[0]
 
@@ -186,6 +210,19 @@ def rms_norm(
         return _plain(x, weight, eps, offset, cast)
     y: Tensor = _RMSNorm.apply(x, weight, eps, offset, cast)[0]
     return y
+
+
+def rms_norm_and_input(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, cast: Cast = "llama"
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm` of x, and x for the residual connection around what follows.
+
+    The kernel of the backward pass adds the gradients of both. Arguments are those of `rms_norm`. It is no operator:
+    neither for compile, nor for dispatch modes or `torch.func`.
+    """
+    _check(x, weight, cast)
+    y, x = _RMSNormAndInput.apply(x, weight, eps, offset, cast)
+    return y, x
 
 
 def add_rms_norm(
