@@ -203,7 +203,9 @@ def _has_only_logs(run: RunLayout) -> bool:
     """Whether no start of a run came as far as to write its spec, so that its pods' logs are all there is."""
     try:
         names = {path.name for path in run.root.iterdir()} - {run.lock_file.name, ".lease"}
-        return names == {run.logs.name} and all(is_kept_log(path.name) for path in run.logs.iterdir())
+        logs = [path.name for path in run.logs.iterdir()] if names == {run.logs.name} else []
+        # An empty folder of that name may be anybody's.
+        return bool(logs) and all(map(is_kept_log, logs))
     except OSError:
         return False
 

@@ -9,7 +9,6 @@ its descriptors, such as NCCL, is in the pod's log alone.
 from __future__ import annotations
 
 import os
-import re
 import sys
 import threading
 import time
@@ -28,7 +27,6 @@ VARIABLE = "STRATA_KEPT_OUTPUT"
 SEGMENT_BYTES, SEGMENTS = 1 << 20, 8
 # Characters of a line; what is longer, such as a dump of a tensor, is cut.
 LONGEST = 4000
-_URL_AT_END = re.compile(r"\S*:/\S*$")
 
 
 class OutputFile:
@@ -76,8 +74,13 @@ class OutputFile:
         text = text.removeprefix(f"[rank {self._rank}] ")
         if len(text) <= LONGEST:
             return redacted(text)
-        # Of half a URL it is not known where its password is.
-        return f"{redacted(_URL_AT_END.sub('', text[:LONGEST]))} ..."
+        text = text[:LONGEST]
+        # Of half a URL it is not known where its password is. Not by a regular expression: its time grows with the
+        # square of a line without spaces, and the process waits for it.
+        for last in text.rsplit(maxsplit=1)[-1:]:
+            if ":/" in last:
+                text = text[: text.rindex(last)]
+        return f"{redacted(text)} ..."
 
     def after_fork(self) -> None:
         """In a forked process: another thread of the parent may have held the lock."""
@@ -114,7 +117,8 @@ class _Copied:
         return written
 
     def undo(self) -> None:
-        self._stream.__dict__.pop("write", None)
+        with suppress(AttributeError):
+            del self._stream.write
 
 
 _CURRENT: list[OutputFile] = []
@@ -139,7 +143,8 @@ def keep_output(rank: Callable[[], int | None] = _own_rank) -> Callable[[], None
         return _nothing
     _CURRENT.append(file)
     os.register_at_fork(after_in_child=file.after_fork)
-    streams = [_Copied(stream, file) for stream in (sys.stdout, sys.stderr) if stream is not None]
+    # Where both are one stream, its lines are kept once.
+    streams = [_Copied(stream, file) for stream in {sys.stdout, sys.stderr} if stream is not None]
 
     def end() -> None:
         for stream in streams:

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from strata_platform import kept_log
 from strata_platform.file_io import write_atomic
@@ -44,6 +45,8 @@ LAST_SECONDS = 15.0
 # Newest lines that a new pod repeats of each earlier one, and of all; how many pods it looks at, and bytes of each.
 REPEATED_EACH, REPEATED = 200, 1000
 REPEATED_PODS, REPEATED_BYTES = 100, 1 << 18
+# More than the first line of a file has.
+HEADER_BYTES = 1 << 10
 
 _SEGMENT = re.compile(r"(\d+)-(\d+)\.jsonl")
 
@@ -264,7 +267,7 @@ def repeated_lines(spec: RunSpec) -> list[LogLine]:
         if not found and spec.checkpoint.url:
             files, root = open_url(f"{spec.checkpoint.url.rstrip('/')}/{spec.name}/{LOGS}", "checkpoint.url")
             names = _earlier(str(path).rpartition("/")[2] for path in files.ls(root, detail=False))
-            found = {name: files.cat_file(f"{root.rstrip('/')}/{name}") for name in names}
+            found = {name: _stored_ends(files, f"{root.rstrip('/')}/{name}") for name in names}
     except FileNotFoundError:
         return []
     except Exception as error:
@@ -281,6 +284,14 @@ def _earlier(names: Iterable[str]) -> list[str]:
     """Of these files, the logs of the newest pods before this one."""
     own = Path(os.environ[VARIABLE]).name
     return sorted(name for name in names if kept_log.is_kept_log(name) and name != own)[-REPEATED_PODS:]
+
+
+def _stored_ends(files: Any, path: str) -> bytes:
+    """As `_ends`, of a file in a store: the run's start waits for it, and may have to read those of a hundred pods."""
+    # Not every store's client counts from the end of a file.
+    size = int(files.size(path))
+    first, newline, _ = files.cat_file(path, 0, min(HEADER_BYTES, size)).partition(b"\n")
+    return bytes(first + newline + files.cat_file(path, max(0, size - REPEATED_BYTES), size))
 
 
 def _ends(path: Path) -> bytes:

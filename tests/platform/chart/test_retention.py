@@ -64,13 +64,20 @@ def test_old_runs_are_removed_whole_whatever_became_of_them(tmp_path):
 
 def test_a_run_that_left_nothing_but_logs_of_its_pods_is_removed_and_a_folder_of_other_logs_is_not(tmp_path):
     name = kept_log.file_name(0.0, "bot-w-0-0")
-    for folder, files in {"never-begun": [name], "with-notes": [name, "notes.txt"], "somebodys": ["app.jsonl"]}.items():
+    for folder, files in {
+        "never-begun": [name],
+        "with-notes": [name, "notes.txt"],
+        "somebodys": ["app.jsonl"],
+        "empty": [],
+    }.items():
         (tmp_path / folder / "logs").mkdir(parents=True)
         for file in files:
             (tmp_path / folder / "logs" / file).write_text("{}")
             os.utime(tmp_path / folder / "logs" / file, (0, 0))
+        for path in (tmp_path / folder / "logs", tmp_path / folder):
+            os.utime(path, (0, 0))
     said, _ = folders(tmp_path, runs="90d")
-    assert len(said) == 1 and sorted(path.name for path in tmp_path.iterdir()) == ["somebodys", "with-notes"]
+    assert len(said) == 1 and sorted(path.name for path in tmp_path.iterdir()) == ["empty", "somebodys", "with-notes"]
 
 
 def test_a_dry_run_names_it_with_its_size_and_removes_nothing(tmp_path):

@@ -32,6 +32,20 @@ def test_lines_of_all_threads_are_whole_and_bars_have_their_last_state(tmp_path,
     assert long.text == "x" * LONGEST + " ..." and "word" not in cut.text
 
 
+def test_one_stream_under_both_names_is_kept_once_and_a_long_line_may_begin_with_spaces(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.setattr(sys, "stderr", sys.stdout)
+    end = keep_output()
+    print("once")
+    sys.stdout.write(" " * (LONGEST + 1) + "x\n")
+    print("https://host/" + "x" * LONGEST)
+    end()
+    (file,) = tmp_path.iterdir()
+    once, spaces, url = (line.text for line in kept_log.parse("log", file.read_bytes()))
+    assert once == "once" and not spaces.strip(" .") and url == " ..."
+    assert "write" not in vars(sys.stdout)
+
+
 def test_each_process_keeps_so_much_and_a_fork_has_a_file_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(kept_output, "SEGMENT_BYTES", 200)
     file = OutputFile(tmp_path, lambda: 0)

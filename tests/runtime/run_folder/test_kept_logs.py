@@ -96,5 +96,15 @@ def test_the_next_pod_repeats_what_the_lost_one_said_last(tmp_path, monkeypatch,
     found = [line for values in said if (line := kept_log.original(values))]
     assert [line.text for line in found] == [f"line {number}" for number in range(100, 300)]
     assert {(line.source, line.attempt, line.rank, line.kept) for line in found} == {("bot-w-0-0", 0, 0, lost)}
+    # Without the volume, the copy in the store, of which no more is read than that.
+    logs.rename(logs.parent / "gone")
+    stored = tmp_path / "store" / "bot" / "logs"
+    stored.mkdir(parents=True)
+    (stored / lost).write_bytes((logs.parent / "gone" / lost).read_bytes())
+    monkeypatch.setattr(module, "REPEATED_BYTES", 10 * len(lines[-1]) + 1)
+    with kept_logs(spec(tmp_path, checkpoint={"url": f"file://{tmp_path}/store"})):
+        again = repeated_lines(spec(tmp_path, checkpoint={"url": f"file://{tmp_path}/store"}))
+    assert [line.text for line in again] == [f"line {number}" for number in range(290, 300)]
+    assert {(line.source, line.kept) for line in again} == {("bot-w-0-0", lost)}
     # On one machine nothing is repeated.
     assert repeated_lines(here) == []
