@@ -18,9 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._approximations import log
-
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 # Lower bound of the maximum that is subtracted: finite even if every logit is -inf.
 LOWEST = -1e30
 _LOWEST: tl.constexpr = tl.constexpr(LOWEST)
@@ -337,7 +336,7 @@ def _combine_parts(p_words, PARTS: tl.constexpr, PADDED: tl.constexpr):
     b_max = tl.maximum(b_top, _LOWEST)
     b_exp = tl.where(o_c < PARTS, b_word.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
     z_max = tl.max(b_max, 0)
-    return z_max, log(tl.sum(b_exp * tl.exp2((b_max - z_max) * _LOG2E), 0)), b_top
+    return z_max, tl.log2(tl.sum(b_exp * tl.exp2((b_max - z_max) * _LOG2E), 0)) * _LN2, b_top
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._approximations import exp, exp2, log, log2, log_parts
+from .._approximations import exp2, log2
 from ..cross_entropy.row_kernel import (
     _broadcast,
     _low_bits,
@@ -65,10 +65,8 @@ def _publish(b_z, p_word, NARROW: tl.constexpr):
 
 
 @triton.jit
-def _log_softmax(
-    b_z, p_words, i_n, PARTS: tl.constexpr, PADDED: tl.constexpr, NARROW: tl.constexpr, WIDE: tl.constexpr
-):  # fmt: skip
-    """Log-probabilities of a part to the base 2, with WIDE to the base e, from the words of its row.
+def _log_softmax(b_z, p_words, i_n, PARTS: tl.constexpr, PADDED: tl.constexpr, NARROW: tl.constexpr):
+    """Log-probabilities of a part to the base 2, from the words of its row.
 
     Divergences are small differences of these, and would have the rounding of the logarithm of the sum in all terms
     alike: unless logits are in 16 bits, its integer part and the rest are subtracted one after the other.
@@ -79,38 +77,20 @@ def _log_softmax(
     b_exp = tl.where(o_c < PARTS, b_word.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
     b_max = tl.maximum(b_top, _LOWEST)
     z_max = tl.max(b_max, 0)
-    z_sum = tl.sum(b_exp * tl.exp2((b_max - z_max) * _LOG2E), 0)
-    if WIDE:
-        large, small = log_parts(z_sum)
-        b_log = b_z - z_max - large
-        b_log -= small
+    bits = tl.sum(b_exp * tl.exp2((b_max - z_max) * _LOG2E), 0).to(tl.int32, bitcast=True)
+    exponent = ((bits >> 23) - 127).to(tl.float32)
+    fraction = tl.log2(((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True))
+    if NARROW:
+        b_log = b_z * _LOG2E - (z_max * _LOG2E + exponent + fraction)
     else:
-        bits = z_sum.to(tl.int32, bitcast=True)
-        exponent = ((bits >> 23) - 127).to(tl.float32)
-        fraction = tl.log2(((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True))
-        if NARROW:
-            b_log = b_z * _LOG2E - (z_max * _LOG2E + exponent + fraction)
-        else:
-            b_log = (b_z - z_max) * _LOG2E - exponent
-            b_log -= fraction
+        b_log = (b_z - z_max) * _LOG2E - exponent
+        b_log -= fraction
     return b_log
 
 
 @triton.jit
-def _power(b_log, FAST: tl.constexpr, WIDE: tl.constexpr):
-    """The numbers of these logarithms, to the base e with WIDE, else 2."""
-    return exp(b_log) if WIDE else exp2(b_log, FAST)
-
-
-@triton.jit
-def _logarithm(b_x, FAST: tl.constexpr, WIDE: tl.constexpr):
-    """Logarithms to the base e with WIDE, else 2."""
-    return log(b_x) if WIDE else log2(b_x, FAST)
-
-
-@triton.jit
-def _terms(b_lp, b_lq, KIND: tl.constexpr, BETA: tl.constexpr, FAST: tl.constexpr, WIDE: tl.constexpr):
-    """(p; c p; the loss's terms beside Σ c p) for log-probabilities of student and teacher, base e with WIDE, else 2.
+def _terms(b_lp, b_lq, KIND: tl.constexpr, BETA: tl.constexpr, FAST: tl.constexpr):
+    """(p; c p; the loss's terms beside Σ c p) for log-probabilities of student and teacher to the base 2.
 
     c is dloss/dp up to a constant, which p (c - Σ p c) does not see, and up to the factor of `_factors`.
     """
@@ -119,14 +99,14 @@ def _terms(b_lp, b_lq, KIND: tl.constexpr, BETA: tl.constexpr, FAST: tl.constexp
         # keeps 0 times the logarithm of a ratio 0.
         b_d = b_lq - b_lp
         b_far = tl.minimum(tl.abs(b_d), 30000.0)
-        b_ratio = _power(-b_far, FAST, WIDE)
-        b_large = _power(tl.maximum(b_lp, b_lq), FAST, WIDE)
+        b_ratio = exp2(-b_far, FAST)
+        b_large = exp2(tl.maximum(b_lp, b_lq), FAST)
         b_small = b_large * b_ratio
         if BETA == 0.5:
-            b_lm = _logarithm(0.5 * b_ratio + 0.5, FAST, WIDE)
+            b_lm = log2(0.5 * b_ratio + 0.5, FAST)
         else:
             b_share = tl.where(b_d > 0.0, BETA, 1.0 - BETA)
-            b_lm = _logarithm(b_share + (1.0 - b_share) * b_ratio, FAST, WIDE)
+            b_lm = log2(b_share + (1.0 - b_share) * b_ratio, FAST)
         # larger · log(m / larger) and smaller · log(m / smaller)
         b_x = b_large * b_lm
         b_y = b_small * (b_lm + b_far)
@@ -134,8 +114,8 @@ def _terms(b_lp, b_lq, KIND: tl.constexpr, BETA: tl.constexpr, FAST: tl.constexp
         b_cp = tl.where(b_d > 0.0, b_y, b_x)
         b_rest = b_x + b_y
     else:
-        b_p = _power(b_lp, FAST, WIDE)
-        b_q = _power(b_lq, FAST, WIDE)
+        b_p = exp2(b_lp, FAST)
+        b_q = exp2(b_lq, FAST)
         # log(q / p); tokens that both rule out are equal.
         b_d = tl.where(b_lp == b_lq, 0.0, b_lq - b_lp)
         b_rest = tl.zeros_like(b_p)
@@ -151,30 +131,28 @@ def _terms(b_lp, b_lq, KIND: tl.constexpr, BETA: tl.constexpr, FAST: tl.constexp
 
 
 @triton.jit
-def _loss(of_p, rest, KIND: tl.constexpr, BETA: tl.constexpr, WIDE: tl.constexpr):
+def _loss(of_p, rest, KIND: tl.constexpr, BETA: tl.constexpr):
     """The loss of a part from the sums of its `_terms`."""
-    UNIT: tl.constexpr = 1.0 if WIDE else _LN2
     if KIND == _FORWARD_KL:
-        loss = UNIT * rest
+        loss = _LN2 * rest
     elif KIND == _REVERSE_KL:
-        loss = UNIT * of_p
+        loss = _LN2 * of_p
     elif KIND == _JSD:
-        loss = (-BETA * UNIT) * rest
+        loss = (-BETA * _LN2) * rest
         if BETA != 0.5:
-            loss += ((2.0 * BETA - 1.0) * UNIT) * of_p
+            loss += ((2.0 * BETA - 1.0) * _LN2) * of_p
     else:
         loss = rest
     return loss
 
 
 @triton.jit
-def _scaled(scale, KIND: tl.constexpr, BETA: tl.constexpr, WIDE: tl.constexpr):
+def _scaled(scale, KIND: tl.constexpr, BETA: tl.constexpr):
     """A row's scale times the factor between c of `_terms` and dloss/dp."""
-    UNIT: tl.constexpr = 1.0 if WIDE else _LN2
     if KIND == _REVERSE_KL:
-        scale = scale * UNIT
+        scale = scale * _LN2
     elif KIND == _JSD:
-        scale = scale * ((BETA - 1.0) * UNIT)
+        scale = scale * ((BETA - 1.0) * _LN2)
     return scale
 
 
@@ -205,7 +183,7 @@ def divergence_kernel(
     n_parts, distance, stride_z, stride_t, stride_dz, stride_scale, stride_label_scale, ignore_index,
     V: tl.constexpr, KIND: tl.constexpr, BETA: tl.constexpr,
     SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr, NORMALIZED: tl.constexpr,
-    GRADIENT: tl.constexpr, KEEP: tl.constexpr, NARROW: tl.constexpr, FAST: tl.constexpr, WIDE: tl.constexpr,
+    GRADIENT: tl.constexpr, KEEP: tl.constexpr, NARROW: tl.constexpr, FAST: tl.constexpr,
     PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Losses of parts of rows, p_partial [N, PARTS], and p_dz [N, V], which may be p_z.
@@ -223,22 +201,19 @@ def divergence_kernel(
             b_x, b_z = _load(p_z, i_n, stride_z, o_a, counted, V, SOFTCAP, TEMPERATURE, BLOCK)
             _, b_t = _load(p_t, i_n, stride_t, o_a, counted, V, TEACHER_SOFTCAP, TEMPERATURE, BLOCK)
             if NORMALIZED:
-                if not WIDE:
-                    b_z = b_z * _LOG2E
-                    b_t = b_t * _LOG2E
+                b_z = b_z * _LOG2E
+                b_t = b_t * _LOG2E
             else:
                 _publish(b_z, p_words + i_a, NARROW)
                 _publish(b_t, p_words + n_parts + i_a, NARROW)
-                b_z = _log_softmax(b_z, p_words, i_n, PARTS, PADDED, NARROW, WIDE)
-                b_t = _log_softmax(b_t, p_words + n_parts, i_n, PARTS, PADDED, NARROW, WIDE)
-            b_p, b_cp, b_rest = _terms(b_z, b_t, KIND, BETA, FAST, WIDE)
-            tl.store(p_partial + i_a, _loss(tl.sum(b_cp, 0), tl.sum(b_rest, 0), KIND, BETA, WIDE))
+                b_z = _log_softmax(b_z, p_words, i_n, PARTS, PADDED, NARROW)
+                b_t = _log_softmax(b_t, p_words + n_parts, i_n, PARTS, PADDED, NARROW)
+            b_p, b_cp, b_rest = _terms(b_z, b_t, KIND, BETA, FAST)
+            tl.store(p_partial + i_a, _loss(tl.sum(b_cp, 0), tl.sum(b_rest, 0), KIND, BETA))
             if GRADIENT:
-                scale = _scaled(tl.load(p_scale + i_n.to(tl.int64) * stride_scale), KIND, BETA, WIDE)
+                scale = _scaled(tl.load(p_scale + i_n.to(tl.int64) * stride_scale), KIND, BETA)
                 # The gradient with respect to log-probabilities is p dloss/dp, with the constant that c lacks.
-                row_sum = 0.0
-                if KIND == _REVERSE_KL:
-                    row_sum = -1.0 if WIDE else -1.4426950408889634
+                row_sum = -1.4426950408889634 if KIND == _REVERSE_KL else 0.0
                 if not NORMALIZED:
                     row_sum = -1.0
                     if KIND != _FORWARD_KL:
@@ -262,16 +237,14 @@ def divergence_kernel(
         if (i_b >= 0) & (i_b < n_parts):
             _sum_part(
                 p_z, p_t, p_target, p_partial, p_words, i_b // PARTS, i_b % PARTS, n_parts, stride_z, stride_t,
-                ignore_index, V, KIND, BETA, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE,
-                NARROW, FAST, WIDE, PARTS, PADDED, BLOCK,
+                ignore_index, V, KIND, BETA, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, NARROW, FAST, PARTS, PADDED, BLOCK,
             )  # fmt: skip
         if GRADIENT and i_b - distance >= 0:
             _finish_part(
                 p_z, p_t, p_dz, p_target, p_scale, p_label_scale, p_largest, p_log_sum, p_words,
                 (i_b - distance) // PARTS, (i_b - distance) % PARTS,
                 n_parts, stride_z, stride_t, stride_dz, stride_scale, stride_label_scale,
-                ignore_index, V, KIND, BETA, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE,
-                NARROW, FAST, WIDE, PARTS, PADDED, BLOCK,
+                ignore_index, V, KIND, BETA, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, NARROW, FAST, PARTS, PADDED, BLOCK,
             )  # fmt: skip
         if counted:
             _publish(b_z, p_words + i_a, NARROW)
@@ -282,21 +255,20 @@ def divergence_kernel(
 def _log_probs(
     p_z, p_t, p_words, i_n, n_parts, stride_z, stride_t, o_v,
     V: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr,
-    NARROW: tl.constexpr, FAST: tl.constexpr, WIDE: tl.constexpr,
-    PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    NARROW: tl.constexpr, FAST: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """(logits of the student; log-probabilities of student and teacher) of a part whose row is through phase one."""
     b_x, b_z = _load(p_z, i_n, stride_z, o_v, i_n >= 0, V, SOFTCAP, TEMPERATURE, BLOCK)
     _, b_t = _load(p_t, i_n, stride_t, o_v, i_n >= 0, V, TEACHER_SOFTCAP, TEMPERATURE, BLOCK)
-    b_lp = _log_softmax(b_z, p_words, i_n, PARTS, PADDED, NARROW, WIDE)
-    return b_x, b_lp, _log_softmax(b_t, p_words + n_parts, i_n, PARTS, PADDED, NARROW, WIDE)
+    b_lp = _log_softmax(b_z, p_words, i_n, PARTS, PADDED, NARROW)
+    return b_x, b_lp, _log_softmax(b_t, p_words + n_parts, i_n, PARTS, PADDED, NARROW)
 
 
 @triton.jit
 def _sum_part(
     p_z, p_t, p_target, p_partial, p_words, i_n, i_c, n_parts, stride_z, stride_t, ignore_index,
     V: tl.constexpr, KIND: tl.constexpr, BETA: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
-    TEMPERATURE: tl.constexpr, NARROW: tl.constexpr, FAST: tl.constexpr, WIDE: tl.constexpr,
+    TEMPERATURE: tl.constexpr, NARROW: tl.constexpr, FAST: tl.constexpr,
     PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Phase two of part i_c of row i_n."""
@@ -305,10 +277,10 @@ def _sum_part(
         o_v = i_c * BLOCK + tl.arange(0, BLOCK)
         _, b_lp, b_lq = _log_probs(
             p_z, p_t, p_words, i_n, n_parts, stride_z, stride_t, o_v,
-            V, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, NARROW, FAST, WIDE, PARTS, PADDED, BLOCK,
+            V, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, NARROW, FAST, PARTS, PADDED, BLOCK,
         )  # fmt: skip
-        _, b_cp, b_rest = _terms(b_lp, b_lq, KIND, BETA, FAST, WIDE)
-        tl.store(p_partial + i_a, _loss(tl.sum(b_cp, 0), tl.sum(b_rest, 0), KIND, BETA, WIDE))
+        _, b_cp, b_rest = _terms(b_lp, b_lq, KIND, BETA, FAST)
+        tl.store(p_partial + i_a, _loss(tl.sum(b_cp, 0), tl.sum(b_rest, 0), KIND, BETA))
         tl.store(p_words + 2 * n_parts + i_a, _pack(tl.sum(b_cp, 0), 1))
     else:
         tl.store(p_partial + i_a, 0.0)
@@ -319,7 +291,7 @@ def _finish_part(
     p_z, p_t, p_dz, p_target, p_scale, p_label_scale, p_largest, p_log_sum, p_words, i_n, i_c, n_parts,
     stride_z, stride_t, stride_dz, stride_scale, stride_label_scale, ignore_index,
     V: tl.constexpr, KIND: tl.constexpr, BETA: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
-    TEMPERATURE: tl.constexpr, NARROW: tl.constexpr, FAST: tl.constexpr, WIDE: tl.constexpr,
+    TEMPERATURE: tl.constexpr, NARROW: tl.constexpr, FAST: tl.constexpr,
     PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Phase three of part i_c of row i_n."""
@@ -328,12 +300,12 @@ def _finish_part(
     if tl.load(p_target + i_n) != ignore_index:
         b_x, b_lp, b_lq = _log_probs(
             p_z, p_t, p_words, i_n, n_parts, stride_z, stride_t, o_v,
-            V, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, NARROW, FAST, WIDE, PARTS, PADDED, BLOCK,
+            V, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, NARROW, FAST, PARTS, PADDED, BLOCK,
         )  # fmt: skip
-        b_p, b_cp, _ = _terms(b_lp, b_lq, KIND, BETA, FAST, WIDE)
+        b_p, b_cp, _ = _terms(b_lp, b_lq, KIND, BETA, FAST)
         # In place, phase two has read the logits before its words are there.
         row_sum = _row_sum(p_words + 2 * n_parts + i_n * PARTS, PARTS, PADDED)
-        scale = _scaled(tl.load(p_scale + i_n.to(tl.int64) * stride_scale), KIND, BETA, WIDE)
+        scale = _scaled(tl.load(p_scale + i_n.to(tl.int64) * stride_scale), KIND, BETA)
         b_dz = (b_cp - b_p * row_sum) * scale * _slope(b_x, SOFTCAP, TEMPERATURE)
         b_dz = _add_labels(
             b_dz, b_x, o_v, i_n, p_target, p_label_scale, p_largest, p_log_sum, stride_label_scale, SOFTCAP

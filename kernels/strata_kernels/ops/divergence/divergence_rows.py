@@ -161,8 +161,6 @@ def _launch(
         # Beside the rounding of logits in 16 bits another counts little, but in the scale of a whole distribution. The
         # interpreter knows no assembly.
         NARROW=narrow and form.divergence == "jsd", FAST=narrow and z.device.type != "cpu",
-        # Logarithms to the base e: to the base 2, those that are given would be rounded once more.
-        WIDE=not narrow,
         PARTS=parts, PADDED=triton.next_power_of_2(parts), BLOCK=block,
         num_warps=max(tile.warps * block // tile.block, 1), maxnreg=tile.registers,
     )  # fmt: skip

@@ -192,7 +192,7 @@ def _pair_terms(b_x, b_y, KIND: tl.constexpr, BETA: tl.constexpr, FAST: tl.const
         b_p = exp2(b_x, FAST)
         b_rest = (b_p * b_ratio) * (b_c - b_d)
     else:
-        b_p, b_c, b_rest = _terms(b_x, b_y, KIND, BETA, FAST, False)
+        b_p, b_c, b_rest = _terms(b_x, b_y, KIND, BETA, FAST)
     return b_p, b_c, b_rest
 
 
@@ -283,16 +283,14 @@ def narrow_divergence_kernel(
                 tl.store(p_words + 2 * n_parts + i_word + i_c, _pack(of_p, 1))
             if KIND == _JSD:
                 rest += of_p
-            tl.store(p_partial + i_word + i_c, _loss(of_p, rest, KIND, BETA, False) / z_sum)
+            tl.store(p_partial + i_word + i_c, _loss(of_p, rest, KIND, BETA) / z_sum)
             if counted_a:
                 _publish(b_za, b_ta, p_next, n_parts, SCALE, BF16, FAST)
             if GRADIENT:
                 row_sum = -1.0
                 if KIND != _FORWARD_KL:
                     row_sum = _row_sum(p_words + 2 * n_parts + i_word, FAST, PARTS, PADDED) / z_sum
-                scale = _scaled(tl.load(p_scale + i_b.to(tl.int64) * stride_scale), KIND, BETA, False) / (
-                    TEMPERATURE * z_sum
-                )
+                scale = _scaled(tl.load(p_scale + i_b.to(tl.int64) * stride_scale), KIND, BETA) / (TEMPERATURE * z_sum)
                 b_dz = _scaled_difference(b_p, b_c, scale, row_sum, KIND)
                 b_l, b_h = tl.split(tl.reshape(b_dz, [BLOCK, 2]))
                 _store_row(p_dz, i_b, stride_dz, o_v, _words(b_l, b_h, BF16, FAST), V, BLOCK)

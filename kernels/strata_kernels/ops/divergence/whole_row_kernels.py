@@ -36,10 +36,9 @@ def cosine_kernel(
         b_zz += b_z * b_z
         b_tt += b_t * b_t
         b_zt += b_z * b_t
-    # Rounded as IEEE says: where z and t have one direction, the gradient is what rounding leaves.
-    z_norm = tl.sqrt_rn(tl.sum(b_zz, 0))
-    r_z = tl.div_rn(1.0, tl.maximum(z_norm, EPS))
-    r_t = tl.div_rn(1.0, tl.maximum(tl.sqrt_rn(tl.sum(b_tt, 0)), EPS))
+    z_norm = tl.sqrt(tl.sum(b_zz, 0))
+    r_z = 1.0 / tl.maximum(z_norm, EPS)
+    r_t = 1.0 / tl.maximum(tl.sqrt(tl.sum(b_tt, 0)), EPS)
     cosine = tl.sum(b_zt, 0) * r_z * r_t
     tl.store(p_loss + i_n, tl.where(counted, 1.0 - cosine, 0.0))
     if p_dz is not None:
