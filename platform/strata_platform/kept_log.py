@@ -33,6 +33,18 @@ def file_name(started: float, pod: str) -> str:
     return f"{datetime.fromtimestamp(started, UTC):%Y%m%dT%H%M%SZ}-{pod}.jsonl"
 
 
+def started(name: str) -> float:
+    """When the pod of a kept log started; no line in it is older. 0.0 if the name does not say so.
+
+    >>> started("19700101T000109Z-bot-w-0-0.jsonl")
+    69.0
+    """
+    try:
+        return datetime.strptime(name.partition("-")[0], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        return 0.0
+
+
 def is_kept_log(name: str) -> bool:
     """Whether a file of this name is a kept log."""
     return _NAME.fullmatch(name) is not None
@@ -55,19 +67,31 @@ def dropped(lines: int | None) -> bytes:
 
 def parse(name: str, content: bytes) -> list[LogLine]:
     """The lines in the file `name`, by time. Skips one that a kill cut off, and values of later versions."""
-    pod, attempt, gap, found = "", 0, "", list[LogLine]()
+    pod, attempt, gap, found = "", 0, list[int | None](), list[LogLine]()
+
+    def close_gap(time: float, rank: int | None) -> None:
+        if gap:
+            found.append(LogLine(time, rank, _sentence(gap), pod, attempt, name))
+            gap.clear()
+
     for values in _objects(content):
         match values:
             case {"pod": str(pod), "attempt": int(attempt)}:
                 continue
             case {"dropped": int() | None as lines}:
-                gap = f"... {'' if lines is None else f'{lines:,} '}lines are not kept ..."
+                gap.append(lines)
             case {"time": float(time), "rank": int() | None as rank, "text": str(text)}:
-                if gap:
-                    found.append(LogLine(time, rank, gap, pod, attempt, name))
-                    gap = ""
+                close_gap(time, rank)
                 found.append(LogLine(time, rank, text, pod, attempt, name))
+    close_gap(found[-1].time if found else started(name), None)
     return sorted(found, key=lambda line: line.time)
+
+
+def _sentence(gap: list[int | None]) -> str:
+    """How many lines are missing at a place: the sum of what is said there; None is at least one."""
+    number = sum(filter(None, gap))
+    more = "more than " if number and None in gap else ""
+    return f"... {more}{f'{number:,} ' if number else ''}lines are not kept ..."
 
 
 def repeated(line: LogLine) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def spec_values(inputs: literals_pb2.LiteralMap) -> Any:
     try:
         return msgpack.loads(inputs.literals["spec"].scalar.binary.value)
     except ValueError:
-        # Of another kind.
+        # No message, so no spec either.
         return None
 
 

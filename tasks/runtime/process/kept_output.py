@@ -30,27 +30,34 @@ LONGEST = 4000
 
 
 class OutputFile:
-    """The file of a process: `<folder>/<pid>-<number>.jsonl`, numbered from 0, each of SEGMENT_BYTES."""
+    """The files of a process: `<folder>/<pid>-<time>-<number>.jsonl`, numbered from 0, each of SEGMENT_BYTES.
+
+    The time, in nanoseconds, tells processes apart that have the same pid one after the other.
+    """
 
     def __init__(self, folder: Path, rank: Callable[[], int | None]) -> None:
         self._folder, self._rank_of = folder, rank
         # A signal's handler may print while its thread does.
         self._lock = threading.RLock()
         self._file, self._failed = -1, False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid, self._since = os.getpid(), time.time_ns()
         self._open(0)
 
     def _open(self, number: int) -> None:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-        self._pid, self._number, self._size = os.getpid(), number, 0
+        self._number, self._size = number, 0
         self._rank = self._rank_of()
         self._file = os.open(self._path(number), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         if number >= SEGMENTS:
             self._path(number - SEGMENTS).unlink(missing_ok=True)
 
     def _path(self, number: int) -> Path:
-        return self._folder / f"{self._pid}-{number:06d}.jsonl"
+        return self._folder / f"{self._pid}-{self._since}-{number:06d}.jsonl"
 
     def add(self, text: str) -> None:
         """Append a line. Never raises: an error is printed once, and nothing is kept from then on."""
@@ -60,14 +67,14 @@ class OutputFile:
             with self._lock:
                 if os.getpid() != self._pid:
                     # A fork, which shares the file with its parent.
-                    self._open(0)
+                    self._begin()
                 line = kept_log.entry(time.time(), self._rank, self._shown(text))
                 if self._size + len(line) > SEGMENT_BYTES:
                     self._open(self._number + 1)
                 self._size += os.write(self._file, line)
         except OSError as error:
             self._failed = True
-            print(f"what this process prints is not kept any longer: {error}", file=sys.stderr, flush=True)
+            print(f"the rest of what this process prints is not kept: {error}", file=sys.stderr, flush=True)
 
     def _shown(self, text: str) -> str:
         # Other ranks than 0 begin the lines of their log with their rank, which is known here.
@@ -102,6 +109,7 @@ class _Copied:
         self._stream, self._write, self._file = stream, stream.write, file
         # Each thread completes its own lines.
         self._begun = threading.local()
+        self._own = getattr(stream, "__dict__", {}).get("write")
         # Of the object, and no other object in its place: handlers of logging, and libraries, hold on to the stream.
         with suppress(AttributeError):
             stream.write = self.write
@@ -118,7 +126,10 @@ class _Copied:
 
     def undo(self) -> None:
         with suppress(AttributeError):
-            del self._stream.write
+            if self._own is None:
+                del self._stream.write
+            else:
+                self._stream.write = self._own
 
 
 _CURRENT: list[OutputFile] = []

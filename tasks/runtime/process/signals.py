@@ -43,6 +43,21 @@ def raise_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
+@contextmanager
+def ignore_sigterm() -> Iterator[None]:
+    """Ignore SIGTERM, for a moment in which its handler may raise and must not; in any other thread than the main one
+    this does nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        # None: a handler that was not set from Python.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
+
+
 class StopRequest:
     """Whether SIGTERM was received since `defer_sigterm` was entered."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import re
 import shutil
 import socket
@@ -33,6 +34,7 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.process.kept_output import VARIABLE, keep_output, note
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.process.object_store_url import open_url
+from tasks.runtime.process.signals import ignore_sigterm
 from tasks.runtime.run_folder.folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -48,7 +50,9 @@ REPEATED_PODS, REPEATED_BYTES = 100, 1 << 18
 # More than the first line of a file has.
 HEADER_BYTES = 1 << 10
 
-_SEGMENT = re.compile(r"(\d+)-(\d+)\.jsonl")
+_SEGMENT = re.compile(r"(\d+-\d+)-(\d+)\.jsonl")
+
+_UNKNOWN = kept_log.dropped(None)
 
 
 class Excerpt:
@@ -58,7 +62,7 @@ class Excerpt:
         self._left, self._tail_bytes = head, tail
         self._head: list[bytes] = []
         self._tail: deque[bytes] = deque()
-        self._size, self._dropped = 0, 0
+        self._size, self._dropped, self._more = 0, 0, False
 
     def add(self, line: bytes) -> None:
         """Append a line."""
@@ -69,13 +73,18 @@ class Excerpt:
         self._tail.append(line)
         self._size += len(line)
         while self._size > self._tail_bytes:
-            self._size -= len(self._tail.popleft())
-            self._dropped += 1
+            first = self._tail.popleft()
+            self._size -= len(first)
+            if first == _UNKNOWN:
+                # No line: a place at which an unknown number of them is missing already.
+                self._more = True
+            else:
+                self._dropped += 1
 
     def content(self) -> bytes:
-        """All that is left."""
+        """The first lines, how many were dropped, and the newest lines."""
         between = [kept_log.dropped(self._dropped)] if self._dropped else []
-        return b"".join([*self._head, *between, *self._tail])
+        return b"".join([*self._head, *between, *[_UNKNOWN] * self._more, *self._tail])
 
 
 class OutputReader:
@@ -94,7 +103,7 @@ class OutputReader:
             process, number = found[1], int(found[2])
             if number > self._expected.get(process, 0):
                 # It printed faster than it was read.
-                yield kept_log.dropped(None)
+                yield _UNKNOWN
             self._expected[process] = number
             try:
                 with path.open("rb") as file:
@@ -140,7 +149,8 @@ class LogKeeper:
     def __init__(self, folder: Path, places: list[_Place], header: bytes) -> None:
         self._reader, self._places, self._header = OutputReader(folder), places, header
         self._excerpt = Excerpt(HEAD_BYTES, TAIL_BYTES)
-        self._ended = threading.Event()
+        # Not an Event, whose lock is not reentrant: a handler of SIGTERM may call `close` while `close` runs.
+        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._copy_until_the_end, name="kept-log", daemon=True)
 
     def start(self) -> None:
@@ -151,9 +161,14 @@ class LogKeeper:
             log.warning("this pod's log is kept at its end only: %s", error)
 
     def _copy_until_the_end(self) -> None:
-        while not self._ended.wait(VOLUME_SECONDS):
-            self._copy(now=False)
-        self._copy(now=True)
+        while True:
+            try:
+                self._ended.get(timeout=VOLUME_SECONDS)
+            except queue.Empty:
+                self._copy(now=False)
+            else:
+                self._copy(now=True)
+                return
 
     def _copy(self, *, now: bool) -> None:
         try:
@@ -166,7 +181,7 @@ class LogKeeper:
 
     def close(self) -> None:
         """Copy what is left; gives up after LAST_SECONDS, for the pod has to end. May be called again."""
-        self._ended.set()
+        self._ended.put(None)
         if self._thread.ident is None:
             self._copy(now=True)
             return
@@ -206,10 +221,14 @@ def kept_logs(spec: RunSpec, rank: int | None = None) -> Iterator[Callable[[], o
         note(traceback.format_exc())
         raise
     finally:
-        keeper.close()
-        end()
-        del os.environ[VARIABLE]
-        shutil.rmtree(temporary, ignore_errors=True)
+        # What the block did is done. A handler that raises, as torch's agent leaves one behind, would undo it.
+        with ignore_sigterm():
+            try:
+                keeper.close()
+            finally:
+                end()
+                del os.environ[VARIABLE]
+                shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _nothing() -> None:

@@ -46,6 +46,19 @@ def test_one_stream_under_both_names_is_kept_once_and_a_long_line_may_begin_with
     assert "write" not in vars(sys.stdout)
 
 
+def test_a_stream_has_its_own_write_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    written = []
+    monkeypatch.setattr(sys.stdout, "write", written.append, raising=False)
+    end = keep_output()
+    print("kept", end="\n")
+    end()
+    print("later")
+    assert written == ["kept", "\n", "later", "\n"]
+    (file,) = tmp_path.iterdir()
+    assert [line.text for line in kept_log.parse("log", file.read_bytes())] == ["kept"]
+
+
 def test_each_process_keeps_so_much_and_a_fork_has_a_file_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(kept_output, "SEGMENT_BYTES", 200)
     file = OutputFile(tmp_path, lambda: 0)
@@ -56,7 +69,9 @@ def test_each_process_keeps_so_much_and_a_fork_has_a_file_of_its_own(tmp_path, m
     assert kept_log.parse("log", paths[-1].read_bytes())[-1].text == "line 99"
     file._pid = 1  # As in a fork.
     file.add("of the fork")
-    assert kept_log.parse("log", (tmp_path / f"{os.getpid()}-000000.jsonl").read_bytes())[-1].text == "of the fork"
+    (forked,) = set(tmp_path.iterdir()) - set(paths)
+    assert forked.name.startswith(f"{os.getpid()}-") and forked.name.endswith("-000000.jsonl")
+    assert kept_log.parse("log", forked.read_bytes())[-1].text == "of the fork"
     file.close()
 
 
@@ -70,7 +85,7 @@ def test_a_full_disk_is_named_once_and_the_process_goes_on(tmp_path):
         [sys.executable, "-c", program], env=os.environ | {VARIABLE: str(tmp_path)}, capture_output=True, text=True
     )
     assert done.returncode == 0 and done.stdout.count("line") == 9
-    assert done.stderr.count("not kept any longer: [Errno 27] File too large") == 1
+    assert done.stderr.count("prints is not kept: [Errno 27] File too large") == 1
 
 
 def test_without_a_folder_nothing_is_kept_and_one_that_is_gone_is_named(tmp_path, monkeypatch, capsys):

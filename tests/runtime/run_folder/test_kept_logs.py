@@ -1,6 +1,7 @@
 """A pod's log is kept in its run's folder and in the store: its start, its newest end, and the error that ended it."""
 
 import os
+import signal
 import socket
 import sys
 
@@ -38,6 +39,32 @@ def test_of_a_long_log_the_start_and_the_newest_end_stay():
     assert found[0] == "line 0" and found[-1] == "line 999" and len(excerpt.content()) < 40 * len(lines[-1])
     (gap,) = (number for number, text in enumerate(found) if text.endswith("lines are not kept ..."))
     assert found[gap] == f"... {1000 - len(found) + 1} lines are not kept ..."
+
+
+def test_all_gaps_of_a_log_are_said_once_at_each_place():
+    line, unknown = kept_log.entry(5.0, 0, "a line"), kept_log.dropped(None)
+    excerpt = Excerpt(0, len(line) + len(unknown))
+    for each in (line, line, unknown, line, line, unknown):
+        excerpt.add(each)
+    assert texts(excerpt.content()) == [
+        "... more than 3 lines are not kept ...",
+        "a line",
+        "... lines are not kept ...",
+    ]
+    assert texts(kept_log.dropped(2) + kept_log.dropped(3) + line)[0] == "... 5 lines are not kept ..."
+    name = kept_log.file_name(60.0, "bot-w-0-0")
+    assert [line.time for line in kept_log.parse(name, unknown)] == [60.0]
+
+
+def test_of_two_processes_with_the_same_pid_neither_loses_a_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_output, "SEGMENT_BYTES", 100)
+    reader = OutputReader(tmp_path)
+    for process in "one", "two":
+        file = OutputFile(tmp_path, lambda: 0)
+        for number in range(3):
+            file.add(f"{process} {number}")
+            assert texts(b"".join(reader.lines())) == [f"{process} {number}"]
+        file.close()
 
 
 def test_all_lines_of_a_process_are_read_once_and_what_it_deleted_before_is_missed(tmp_path, monkeypatch):
@@ -79,6 +106,34 @@ def test_a_pods_log_is_in_the_runs_folder_and_in_the_store_with_the_error_that_e
     assert (first.text, first.rank, first.attempt, first.source) == ("said", 4, 1, socket.gethostname())
     assert trace[0].text.startswith("Traceback") and last.text == "ValueError: s3://...@host is wrong"
     assert VARIABLE not in os.environ
+
+
+def test_sigterm_while_the_end_is_copied_undoes_nothing(tmp_path, monkeypatch, capsys):
+    def write(path, content):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def stop(number, frame):
+        raise RuntimeError("as the handler that torch's agent leaves behind")
+
+    monkeypatch.setattr(module, "_write", write)
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        with kept_logs(spec(tmp_path)):
+            print("done")
+        assert signal.getsignal(signal.SIGTERM) is stop
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert VARIABLE not in os.environ
+
+
+def test_a_copy_that_fails_leaves_no_folder_and_no_variable_behind(tmp_path, monkeypatch, capsys):
+    def close(keeper):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module.LogKeeper, "close", close)
+    with pytest.raises(KeyboardInterrupt), kept_logs(spec(tmp_path)):
+        folder = os.environ[VARIABLE]
+    assert VARIABLE not in os.environ and not os.path.exists(folder) and "write" not in vars(sys.stdout)
 
 
 def test_the_next_pod_repeats_what_the_lost_one_said_last(tmp_path, monkeypatch, capsys):
