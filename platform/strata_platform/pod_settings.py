@@ -31,6 +31,9 @@ ATTEMPT = "STRATA_ATTEMPT"
 ATTEMPT_VARIABLES = (ATTEMPT, "FLYTE_ATTEMPT_NUMBER")
 """Those that have it, of any cluster."""
 
+POD_NAME = "STRATA_POD"
+"""Environment variable with the name of the pod: the name of its host is the node's under `hostNetwork`."""
+
 QUEUE = "kueue.x-k8s.io/queue-name"
 """Kueue's label with the queue of an object."""
 

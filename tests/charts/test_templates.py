@@ -650,6 +650,12 @@ def test_what_the_queues_can_admit_is_published_to_runs_and_members(rendered):
     assert given["valueFrom"]["configMapKeyRef"] == {"name": "strata-queues", "key": "shares.json", "optional": True}
 
 
+def test_pods_know_their_names(rendered):
+    for item in of_kind(rendered["teams"], "PodTemplate"):
+        (pod,) = [each for each in item["template"]["spec"]["containers"][0]["env"] if each["name"] == "STRATA_POD"]
+        assert pod["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.name"}}
+
+
 def test_tests_have_rights_only_while_they_run(rendered):
     for item in rendered["teams"]:
         if item["metadata"]["name"].startswith("strata-test"):

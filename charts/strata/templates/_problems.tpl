@@ -66,6 +66,8 @@ kernels.store.url: empty, but kernels.store.secret is set; set kernels.store.url
 {{- range $variable, $_ := $variables }}
 {{- if hasKey $set $variable }}
 {{ $where }}.{{ $place }}.{{ $variable }}: the chart sets this variable by {{ get $set $variable }}; set that, or leave it out
+{{- else if eq "STRATA_POD" $variable }}
+{{ $where }}.{{ $place }}.{{ $variable }}: the chart sets this variable itself; leave it out
 {{- end }}
 {{- end }}
 {{- end }}

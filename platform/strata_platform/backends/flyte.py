@@ -151,13 +151,13 @@ class FlyteBackend:
 
         A `name` with a slash is the address of a run's folder: its kept logs.
         """
-        if (lines := kept_lines(name, self._store.open)) is not None:
+        if (lines := kept_lines(name, pause, self._store.open)) is not None:
             return lines
         execution = self._newest(name)
         kept = KeptLogs(self._address_of(execution), self._store.open)
         if (
             phase_of(execution).is_end
-            and not kept.files
+            and not kept.files.names
             and not any(map(shape_of, self._kubernetes().pods(execution.id.name)))
         ):
             log.warning("the training pods of %s are removed, with their logs, %s", name, kept.why_none)

@@ -21,6 +21,7 @@ from strata_platform.pod_settings import (
     ATTEMPT,
     ENVIRONMENT,
     GRACE_SECONDS,
+    POD_NAME,
     RETRIES,
     SPEC,
     add_shared_memory,
@@ -129,10 +130,11 @@ def _pod(name: str, resources: Resources, topology: Topology, template: Object, 
     # Kubernetes makes $ of $$, and a variable's value, perhaps a secret's, of $(NAME). JSON has $ in strings alone.
     spec = spec.replace("$", "\\u0024")
     variables = {**ENVIRONMENT, SPEC: spec, "MASTER_ADDR": first, "MASTER_PORT": str(PORT)}
+    fields = {ATTEMPT: f"metadata.labels['{RESTART}']", POD_NAME: "metadata.name"}
     container["env"] = [
-        *(each for each in container.get("env") or [] if each["name"] not in {*variables, ATTEMPT}),
+        *(each for each in container.get("env") or [] if each["name"] not in {*variables, *fields}),
         *({"name": key, "value": value} for key, value in variables.items()),
-        {"name": ATTEMPT, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{RESTART}']"}}},
+        *({"name": key, "valueFrom": {"fieldRef": {"fieldPath": path}}} for key, path in fields.items()),
     ]
     add_shared_memory(inner, resources.shared_memory)
     inner |= {"restartPolicy": "Never", "containers": [container], "terminationGracePeriodSeconds": GRACE_SECONDS}

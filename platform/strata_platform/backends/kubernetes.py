@@ -309,11 +309,11 @@ class KubernetesBackend:
 
         A `name` with a slash is the address of a run's folder: its kept logs, whether or not the JobSet still exists.
         """
-        if (lines := kept_lines(name)) is not None:
+        if (lines := kept_lines(name, pause)) is not None:
             return lines
         job = self._newest(name)
         kept = KeptLogs(RunAddress.of(json.loads(_text_of_spec(job))))
-        if self._run(job).is_done and not kept.files and not self._namespace().pods(job["metadata"]["name"]):
+        if self._run(job).is_done and not kept.files.names and not self._namespace().pods(job["metadata"]["name"]):
             log.warning("the pods of %s are removed, with their logs, %s", name, kept.why_none)
         return (line for line in self._lines(job, pause, kept) if progress_line.decode(line.text) is None)
 

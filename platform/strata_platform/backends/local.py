@@ -148,7 +148,7 @@ class LocalBackend:
 
         The path of the folder of a run on a cluster, which this machine mounts, gives the kept logs of its pods.
         """
-        if not self._files_of(name).exists and (lines := kept_lines(name)) is not None:
+        if not self._files_of(name).exists and (lines := kept_lines(name, pause)) is not None:
             return lines
         files = self._files(name)
         return (LogLine(**values) for values in _follow(files, files.log, pause))

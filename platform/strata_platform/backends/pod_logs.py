@@ -133,10 +133,10 @@ class PodLogs:
             # The node has removed the containers of a pod that was evicted, and with them its log.
             if self._kept is not None and lines:
                 self._kept.exists(pod)
-        self._add_stored(merged)
         for found in live:
             self._add(merged, *found)
-        return merged.release(last=True)
+        stored = iter(()) if self._kept is None else self._kept.stored()
+        return heapq.merge(stored, merged.release(last=True), key=lambda line: line.time)
 
     def _add(self, merged: TimeOrderedLines, stamp: str, line: LogLine) -> None:
         """Add a line of a pod, or the line of an earlier pod that it repeats."""
@@ -147,9 +147,16 @@ class PodLogs:
         for found in self._kept.missing([repeated]):
             merged.add(_stamp(found.time), found)
 
-    def _add_stored(self, merged: TimeOrderedLines) -> None:
-        for line in () if self._kept is None else self._kept.stored():
-            merged.add(_stamp(line.time), line)
+    def _stored(self, merged: TimeOrderedLines) -> Iterator[LogLine]:
+        """The lines of pods that are gone: those before any pod that exists at once, the others by `merged`."""
+        if self._kept is None:
+            return
+        oldest = self._kept.oldest
+        for line in self._kept.stored():
+            if line.time < oldest:
+                yield line
+            else:
+                merged.add(_stamp(line.time), line)
 
     def follow(self, is_over: Callable[[], bool], pause: Pause) -> Iterator[LogLine]:
         """Lines of present and later pods, until the run `is_over` and everything is read."""
@@ -163,7 +170,7 @@ class PodLogs:
                     retry.succeeded()
                     if is_first:
                         # Once it is known which pods exist. Those that go from now on have been read.
-                        self._add_stored(merged)
+                        yield from self._stored(merged)
                         is_first = False
                 except Unreachable as error:
                     retry.failed(error)
@@ -172,7 +179,7 @@ class PodLogs:
                     self._join_readers()
                 while self._kept is not None and not self._silent.empty():
                     self._kept.is_without_log(self._silent.get_nowait())
-                    self._add_stored(merged)
+                    yield from self._stored(merged)
                 while not self._arrived.empty():
                     self._add(merged, *self._arrived.get_nowait())
                 yield from merged.release(last=over)

@@ -26,7 +26,7 @@ from typing import Any
 
 from strata_platform import kept_log
 from strata_platform.file_io import write_atomic
-from strata_platform.pod_settings import ATTEMPT_VARIABLES
+from strata_platform.pod_settings import ATTEMPT_VARIABLES, POD_NAME
 from strata_platform.redact import redacted
 from strata_platform.run_layout import LOGS
 from strata_platform.runs import LogLine
@@ -198,7 +198,7 @@ def kept_logs(spec: RunSpec, rank: int | None = None) -> Iterator[Callable[[], o
     for a process that ends without the end of the block.
     """
     configure_logging()
-    pod = socket.gethostname()
+    pod = os.environ.get(POD_NAME) or socket.gethostname()
     name = kept_log.file_name(time.time(), pod)
     try:
         temporary = tempfile.mkdtemp(prefix="strata-output-")

@@ -284,6 +284,9 @@ REFUSED_BY_THE_TEMPLATES = {
         f"queues: {{required: false}}\ntenants: [{{{TENANT}, podTemplate: {{variants: ["
         "{name: one, env: {HF_HOME: /x}}, {name: two, env: {A: b}}]}}]",
         "tenants (p-d).podTemplate.variants (one).env.HF_HOME: the chart sets this variable by"),
+    "the name of a pod": (
+        f"queues: {{required: false}}\ntenants: [{{{TENANT}, podTemplate: {{env: {{STRATA_POD: x}}}}}}]",
+        "tenants (p-d).podTemplate.env.STRATA_POD: the chart sets this variable itself; leave it out"),
     "two templates of one name": (f"tenants: [{{{TENANT}, podTemplate: {{variants: [{{name: strata}}]}}}}]",
         "tenants (p-d).podTemplate.variants (strata): the name is taken"),
     "two queues of one name": (f"tenants: [{{{TENANT}, queues: [{_QUEUE}, {_QUEUE}]}}]\n{_MACHINES}",

@@ -131,6 +131,8 @@ def test_pods_know_their_spec_and_the_first_pod():
     variables = {each["name"]: each["value"] for each in container["env"] if "value" in each}
     (attempt,) = [each["valueFrom"]["fieldRef"] for each in container["env"] if each["name"] == "STRATA_ATTEMPT"]
     assert attempt == {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}
+    (pod,) = [each["valueFrom"]["fieldRef"] for each in container["env"] if each["name"] == "STRATA_POD"]
+    assert pod == {"fieldPath": "metadata.name"}
     assert load_spec(variables["STRATA_SPEC"]) == SPEC
     assert variables["MASTER_ADDR"] == "bot-w-0-0.bot" and variables["HF_HOME"] == "/cache"
     assert ENVIRONMENT.items() <= variables.items()

@@ -504,6 +504,19 @@ def test_a_log_names_the_pods_that_are_gone_and_is_read_without_the_jobset_from_
         assert done.stdout.splitlines() == expected, done.output
     done = CliRunner().invoke(app, ["logs", str(tmp_path / "bot"), "--rank", "4"])
     assert done.stdout.splitlines() == expected[2:4]
+    for backend in "local", "kubernetes":
+        done = CliRunner().invoke(app, ["logs", "-f", str(tmp_path / "bot"), "--backend", backend])
+        assert done.exit_code == 1 and "cannot be followed: leave out --follow" in done.stderr and not done.stdout
+        done = CliRunner().invoke(app, ["logs", f"{tmp_path}/other/", "--backend", backend])
+        assert done.exit_code == 2 and f"error: no kept logs in {tmp_path}/other/logs: " in done.stderr
+
+
+def test_a_pod_in_its_nodes_network_is_known_by_its_own_name(server, runs, tmp_path):
+    runs.submit(RunSpec.model_validate(SPEC.model_dump(mode="json") | {"output": str(tmp_path)}))
+    keep(tmp_path / "bot" / "logs", "bot-w-0-0-x2z", "2026-11-22T00:00:00.5Z", "hello")
+    server.content["pods"] = [running("bot-w-0-0-x2z", "bot-w-0-0", "2026-11-22T00:00:00Z")]
+    server.content["logs"] = {"bot-w-0-0-x2z": ["2026-11-22T00:00:00.6Z hello\n"]}
+    assert [(line.text, line.kept) for line in runs.logs("bot")] == [("hello", "")]
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,13 @@ def test_a_pods_log_is_in_the_runs_folder_and_in_the_store_with_the_error_that_e
     assert (first.text, first.rank, first.attempt, first.source) == ("said", 4, 1, socket.gethostname())
     assert trace[0].text.startswith("Traceback") and last.text == "ValueError: s3://...@host is wrong"
     assert VARIABLE not in os.environ
+    # Under hostNetwork the host's name is the node's.
+    monkeypatch.setenv("STRATA_POD", "bot-w-0-0-x2z")
+    with kept_logs(here):
+        print("of another pod")
+    (other,) = set(RunFolder.of(here).logs.iterdir()) - {file}
+    assert other.name.endswith("Z-bot-w-0-0-x2z.jsonl")
+    assert {line.source for line in kept_log.parse(other.name, other.read_bytes())} == {"bot-w-0-0-x2z"}
 
 
 def test_sigterm_while_the_end_is_copied_undoes_nothing(tmp_path, monkeypatch, capsys):
@@ -127,7 +134,10 @@ def test_sigterm_while_the_end_is_copied_undoes_nothing(tmp_path, monkeypatch, c
 
 
 def test_a_copy_that_fails_leaves_no_folder_and_no_variable_behind(tmp_path, monkeypatch, capsys):
+    original = module.LogKeeper.close
+
     def close(keeper):
+        original(keeper)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(module.LogKeeper, "close", close)

@@ -128,6 +128,10 @@ spec:
           value: {{ $template.caches.triton.path }}
         - name: HF_HOME
           value: {{ $template.caches.huggingFace.path }}
+        # By which a pod's kept log names it.
+        - name: STRATA_POD
+          valueFrom:
+            fieldRef: {fieldPath: metadata.name}
         # The first task of a run refuses what no queue will ever admit.
         - name: STRATA_QUEUES
           valueFrom:
