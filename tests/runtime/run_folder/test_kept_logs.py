@@ -57,11 +57,11 @@ def test_all_gaps_of_a_log_are_said_once_at_each_place():
 
 
 def test_of_two_processes_with_the_same_pid_neither_loses_a_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(kept_output, "SEGMENT_BYTES", 100)
+    monkeypatch.setattr(kept_output, "SEGMENT_BYTES", 150)
     reader = OutputReader(tmp_path)
     for process in "one", "two":
         file = OutputFile(tmp_path, lambda: 0)
-        for number in range(3):
+        for number in range(4):
             file.add(f"{process} {number}")
             assert texts(b"".join(reader.lines())) == [f"{process} {number}"]
         file.close()
