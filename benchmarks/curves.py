@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.training import with_fields
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import fingerprint, prepare
 from tasks.runtime.models.build import set_special_tokens
@@ -138,11 +139,7 @@ class Run:
         }
         if "data.source" in fields:
             fields["data.source"] = str((model / fields["data.source"].format(seed=self.seed)).resolve())
-        nested: dict[str, Any] = {}
-        for path, value in fields.items():
-            section, _, name = path.rpartition(".")
-            (nested.setdefault(section, {}) if section else nested)[name] = value
-        return RunSpec.model_validate(nested)
+        return RunSpec.model_validate(with_fields({}, fields))
 
 
 @dataclass(frozen=True)

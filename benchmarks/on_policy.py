@@ -2,7 +2,7 @@
 
     PYTHONPATH=kernels:platform:. python -m benchmarks.on_policy [--steps 300] [--seeds 2] [--out out/on-policy]
 
-The teacher writes sequences in which two tokens decide the next but for a choice of two; the student, an eighth of its
+The teacher writes sequences in which two tokens decide the next but for a choice of two; the student, a tenth of its
 size, cannot hold all of that. It first learns from answers of the teacher (`forward_kl`), and then for as many steps
 again, with equal numbers of tokens, either from more of them, or from answers that it writes itself
 (`on_policy: 1`, `reverse_kl`). All runs are the runtime's, each a process of its own.

@@ -120,6 +120,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 
 
+def with_fields(spec: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`spec` with these values, by paths such as `optimizer.lr`."""
+    for path, value in fields.items():
+        section, _, name = path.rpartition(".")
+        (spec.setdefault(section, {}) if section else spec)[name] = value
+    return spec
+
+
 @dataclass(frozen=True)
 class Run:
     """A shape, how many processes train it, and the fields of its spec."""
@@ -153,10 +161,7 @@ class Run:
             "faults": {"health_check": False},
             "topology": {"nproc_per_node": self.processes},
         }
-        for path, value in self.fields.items():
-            section, _, name = path.rpartition(".")
-            (base.setdefault(section, {}) if section else base)[name] = value
-        return RunSpec.model_validate(base)
+        return RunSpec.model_validate(with_fields(base, self.fields))
 
     def label(self) -> str:
         """For people: what differs from the defaults."""

@@ -10,7 +10,7 @@ import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 _POLL_SECONDS = 0.2
 
@@ -107,3 +107,12 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_store(url: str, **options: Any) -> tuple[Any, str]:
+    """`fsspec.url_to_fs(url, **options)`: the client of a store, and the path in it."""
+    # Imported here: most commands read no file, and the clients of stores take long to import.
+    import fsspec
+
+    files, path = fsspec.url_to_fs(url, **options)
+    return files, path

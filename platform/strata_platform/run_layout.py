@@ -28,6 +28,7 @@ RECORD = "record.json"
 MODEL = "model"
 REPORT = "report.html"
 LOGS = "logs"
+LEASE = ".lease"
 
 
 @dataclass(frozen=True)

@@ -326,8 +326,9 @@ def test_func_grad(example, device) -> None:
     expected = torch.autograd.grad(function(*inputs), inputs)
     given = torch.func.grad(function, argnums=tuple(range(len(inputs))))(*(x.detach() for x in inputs))
     for ours, theirs in zip(given, expected, strict=True):
-        # The plain function and the kernel add up in different orders; both are held to fp64 elsewhere.
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        # On a GPU the plain function and the kernel add up in different orders; both are held to fp64 elsewhere.
+        bars = {"rtol": 1e-5, "atol": 1e-5} if device.type == "cuda" else {}
+        torch.testing.assert_close(ours, theirs, **bars)
 
 
 def test_func_jvp(example, device) -> None:

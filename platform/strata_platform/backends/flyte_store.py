@@ -7,6 +7,7 @@ from typing import Any
 
 from strata_platform.backends.flyte_config import FlyteConfig
 from strata_platform.errors import Refused, Unreachable
+from strata_platform.file_io import open_store
 
 
 class FlyteStore:
@@ -39,9 +40,6 @@ class FlyteStore:
 
     def open(self, url: str) -> tuple[Any, str]:
         """The store's client, and the path in it."""
-        # Imported here: most commands read no file, and the clients of stores take long to import.
-        import fsspec
-
         options: dict[str, Any] = {}
         if url.startswith("s3:"):
             config = self._config
@@ -49,5 +47,4 @@ class FlyteStore:
             options = {name: value for name, value in given.items() if value}
             if config.store_endpoint:
                 options["client_kwargs"] = {"endpoint_url": config.store_endpoint}
-        files, path = fsspec.url_to_fs(url, **options)
-        return files, path
+        return open_store(url, **options)

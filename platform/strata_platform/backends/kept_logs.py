@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from strata_platform import kept_log
 from strata_platform.backends.backend import Pause
 from strata_platform.errors import BackendError, RunNotFound
+from strata_platform.file_io import open_store
 from strata_platform.kubernetes_api import Object
 from strata_platform.redact import redacted
 from strata_platform.run_layout import LOGS, RunLayout
@@ -55,7 +56,7 @@ class KeptLogs:
 
     def __init__(self, run: RunAddress | None, open_url: Open | None = None) -> None:
         """run: None for an execution of another workflow than a run's, whose folder is not known."""
-        self._run, self._open = run, open_url or fsspec_client
+        self._run, self._open = run, open_url or open_store
         # Hashes: the lines themselves may be gigabytes.
         self._given: set[int] = set()
         self._since: dict[str, float] = {}
@@ -112,16 +113,7 @@ class KeptLogs:
         return f"and {where} is not on this machine: mount the run's volume, or set checkpoint.url in its spec"
 
 
-def fsspec_client(url: str) -> tuple[Any, str]:
-    """`fsspec.url_to_fs`, with this machine's own access to the store."""
-    # Imported here: most commands read no file, and the clients of stores take long to import.
-    import fsspec
-
-    files, path = fsspec.url_to_fs(url)
-    return files, path
-
-
-def kept_lines(address: str, pause: Pause | None, open_url: Open = fsspec_client) -> Iterator[LogLine] | None:
+def kept_lines(address: str, pause: Pause | None, open_url: Open = open_store) -> Iterator[LogLine] | None:
     """All lines of the run whose folder is at `address`, a path or a URL, by time; None for the name of a run.
 
     pause: as of a backend's `logs`. Raises RunNotFound if the folder has no kept logs, and BackendError to follow them.

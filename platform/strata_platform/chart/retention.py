@@ -28,7 +28,7 @@ from strata_platform.file_io import LockTimeout, acquire_lock
 from strata_platform.kept_log import is_kept_log
 from strata_platform.kubernetes_answers import condition_of
 from strata_platform.kubernetes_api import Access, ApiError, KubernetesApi, Object, items_if_installed
-from strata_platform.run_layout import RunLayout
+from strata_platform.run_layout import LEASE, RunLayout
 
 VARIABLE = "STRATA_RETENTION"
 # The end of a folder's name while it is removed.
@@ -202,7 +202,7 @@ def _is_complete(run: RunLayout) -> bool:
 def _has_only_logs(run: RunLayout) -> bool:
     """Whether no start of a run came as far as to write its spec, so that its pods' logs are all there is."""
     try:
-        names = {path.name for path in run.root.iterdir()} - {run.lock_file.name, ".lease"}
+        names = {path.name for path in run.root.iterdir()} - {run.lock_file.name, LEASE}
         logs = [path.name for path in run.logs.iterdir()] if names == {run.logs.name} else []
         # An empty folder of that name may be anybody's.
         return bool(logs) and all(map(is_kept_log, logs))

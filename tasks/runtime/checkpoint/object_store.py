@@ -19,11 +19,10 @@ from typing import Any, TypeVar
 
 from fsspec.implementations.local import LocalFileSystem
 
-from strata_platform.run_layout import LOGS
+from strata_platform.run_layout import LEASE, LOGS
 from tasks.runtime.checkpoint import manifest
 from tasks.runtime.process.errors import Unreachable
 from tasks.runtime.process.object_store_url import open_url
-from tasks.runtime.run_folder import lease
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +110,7 @@ class RunStore:
     def delete_if_only(self, path: Path) -> None:
         """Delete a file from the run's folder if nothing else is in it, but for the lease and the logs of its pods."""
         self._fs.invalidate_cache()
-        if {*self._list(self._root)} - {lease.FOLDER, LOGS} == {path.name}:
+        if {*self._list(self._root)} - {LEASE, LOGS} == {path.name}:
             self._fs.rm_file(f"{self._root}/{path.name}")
 
     def _folder(self, step: int) -> str:

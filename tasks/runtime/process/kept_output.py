@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +110,7 @@ class _Copied:
         self._begun = threading.local()
         self._own = getattr(stream, "__dict__", {}).get("write")
         # Of the object, and no other object in its place: handlers of logging, and libraries, hold on to the stream.
-        with suppress(AttributeError):
-            stream.write = self.write
+        stream.write = self.write
 
     def write(self, text: str) -> int:
         written: int = self._write(text)
@@ -125,11 +123,10 @@ class _Copied:
         return written
 
     def undo(self) -> None:
-        with suppress(AttributeError):
-            if self._own is None:
-                del self._stream.write
-            else:
-                self._stream.write = self._own
+        if self._own is None:
+            del self._stream.write
+        else:
+            self._stream.write = self._own
 
 
 _CURRENT: list[OutputFile] = []
@@ -154,8 +151,14 @@ def keep_output(rank: Callable[[], int | None] = _own_rank) -> Callable[[], None
         return _nothing
     _CURRENT.append(file)
     os.register_at_fork(after_in_child=file.after_fork)
+    streams = []
     # Where both are one stream, its lines are kept once.
-    streams = [_Copied(stream, file) for stream in {sys.stdout, sys.stderr} if stream is not None]
+    for stream in {sys.stdout, sys.stderr} - {None}:
+        try:
+            streams.append(_Copied(stream, file))
+        except AttributeError as error:
+            # Neither Python's own streams nor those of the launcher.
+            print(f"what this process prints to {type(stream).__name__} is not kept: {error}", file=sys.stderr)
 
     def end() -> None:
         for stream in streams:

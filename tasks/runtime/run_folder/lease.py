@@ -24,11 +24,11 @@ from uuid import uuid4
 
 from fsspec.implementations.local import LocalFileSystem
 
+from strata_platform.run_layout import LEASE
 from tasks.runtime.process.object_store_url import open_url
 
 log = logging.getLogger(__name__)
 
-FOLDER = ".lease"
 # Seconds between two renewals, and without one until the holder counts as gone.
 RENEWAL, EXPIRY = 10.0, 45.0
 
@@ -42,7 +42,7 @@ class Lease:
     def __init__(self, url: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._url, self._clock = url, clock
         self._files, root = open_url(url, "checkpoint.url")
-        self._root = f"{root.rstrip('/')}/{FOLDER}"
+        self._root = f"{root.rstrip('/')}/{LEASE}"
         self._me = {"owner": uuid4().hex, "holder": f"process {os.getpid()} on {socket.gethostname()}", **_process()}
         self._renewals, self._number = 0, 0
         self._seen: tuple[Any, float] = (None, 0.0)

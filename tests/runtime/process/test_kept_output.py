@@ -95,3 +95,20 @@ def test_without_a_folder_nothing_is_kept_and_one_that_is_gone_is_named(tmp_path
     monkeypatch.setenv(VARIABLE, str(tmp_path / "gone"))
     keep_output()
     assert "what this process prints is not kept: [Errno 2]" in capsys.readouterr().err
+
+
+def test_a_stream_that_cannot_be_kept_is_named_and_the_other_one_is_kept(tmp_path, monkeypatch, capsys):
+    class Fixed:
+        __slots__ = ()
+
+        def write(self, text):
+            return len(text)
+
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.setattr(sys, "stdout", Fixed())
+    end = keep_output()
+    print("kept", file=sys.stderr)
+    end()
+    assert "what this process prints to Fixed is not kept: " in capsys.readouterr().err
+    (path,) = tmp_path.iterdir()
+    assert [line.text for line in kept_log.parse("log", path.read_bytes())][-1] == "kept"

@@ -11,8 +11,9 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from strata_platform.run_layout import LEASE
 from tasks.runtime.run_folder import lease as leases
-from tasks.runtime.run_folder.lease import EXPIRY, FOLDER, Lease
+from tasks.runtime.run_folder.lease import EXPIRY, Lease
 from tasks.runtime.training import session, train
 from tests.runtime.helpers import comparable_runs
 from tests.runtime.helpers.train_only import train_spec
@@ -135,7 +136,7 @@ def test_a_store_that_ignores_conditions_has_one_holder_after_a_renewal(tmp_path
 
 def test_a_file_that_was_cut_off_is_nobodys_after_a_while(tmp_path, elsewhere):
     clock = Clock()
-    file = tmp_path / "x" / FOLDER / "lease-000004.json"
+    file = tmp_path / "x" / LEASE / "lease-000004.json"
     file.parent.mkdir(parents=True)
     file.write_text('{"owner": "ab')
     lease = elsewhere(f"file://{tmp_path}/x", clock=clock)
@@ -209,5 +210,5 @@ def test_the_thread_renews_and_a_release_ends_it(tmp_path, monkeypatch):
     lease.start_renewing()
     assert renewed.wait(20)
     lease.release()
-    assert json.loads(Path(tmp_path, "x", FOLDER, "lease-000001.json").read_text())["released"] is True
+    assert json.loads(Path(tmp_path, "x", LEASE, "lease-000001.json").read_text())["released"] is True
     assert not lease._thread.is_alive()

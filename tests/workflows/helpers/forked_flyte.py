@@ -48,6 +48,12 @@ def run_module(command, files):
     sys.argv = command
     try:
         runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        # As the interpreter: None is 0, and a text is printed.
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+            return 1
+        return end.code or 0
     except BaseException:
         traceback.print_exc()
         return 1
