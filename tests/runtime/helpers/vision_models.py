@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PaliGemmaProcessor, PreTrainedTokenizerFast
 
 TEXTS = ("system user assistant: What shape is this? circle triangle cross",)
 CHATML = """\
@@ -559,6 +559,26 @@ def saved(folder, model_class, config, processor, seed):
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder
+
+
+def inputs_of(processor, images):
+    """The output of the processor for a chat with one image, or for one with two of them in two turns."""
+    if isinstance(processor, PaliGemmaProcessor):
+        asked, answer = ("What shape is this?", "circle") if len(images) == 1 else ("And these?", "triangle, cross")
+        inputs = processor(text="<image>" * len(images) + asked, images=images, suffix=answer, return_tensors="pt")
+        del inputs["labels"]
+        return inputs
+    turns = (
+        [("What shape is this?", "circle")] if len(images) == 1 else [("And this?", "triangle"), ("And this?", "cross")]
+    )
+    chat = []
+    for asked, answer in turns:
+        chat += [
+            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": asked}]},
+            {"role": "assistant", "content": [{"type": "text", "text": answer}]},
+        ]
+    text = processor.apply_chat_template(chat)
+    return processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)
 
 
 FAMILIES = {

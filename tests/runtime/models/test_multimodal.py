@@ -10,7 +10,7 @@ import torch
 from bitsandbytes.functional import dequantize_4bit
 from PIL import Image
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForImageTextToText, AutoProcessor, PaliGemmaProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.kernels import Kernels
@@ -83,31 +83,12 @@ def family(request, tmp_path_factory):
     return request.param, folder / "model", spec, prepare(recipe, folder / "data", report=print)
 
 
-def inputs_of(processor, images):
-    """What the processor itself makes of the chat with these images."""
-    if isinstance(processor, PaliGemmaProcessor):
-        asked, said = ("What shape is this?", "circle") if len(images) == 1 else ("And these?", "triangle, cross")
-        inputs = processor(text="<image>" * len(images) + asked, images=images, suffix=said, return_tensors="pt")
-        del inputs["labels"]
-        return inputs
-    parts = lambda text, count: [*[{"type": "image"}] * count, {"type": "text", "text": text}]  # noqa: E731
-    if len(images) == 1:
-        chat = [{"role": "user", "content": parts("What shape is this?", 1)},
-                {"role": "assistant", "content": parts("circle", 0)}]  # fmt: skip
-    else:
-        chat = [{"role": role, "content": parts(text, count)} for role, text, count in (
-            ("user", "And this?", 1), ("assistant", "triangle", 0), ("user", "And this?", 1), ("assistant", "cross", 0)
-        )]  # fmt: skip
-    text = processor.apply_chat_template(chat)
-    return processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)
-
-
 def plain_loss(folder, row, change=lambda model: None):
     """The sum of the row's loss, as transformers computes it of the output of its processor; and the gradients."""
     processor = AutoProcessor.from_pretrained(folder)
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     change(model)
-    inputs = inputs_of(processor, [open_picture(image) for image in files_of(row)])
+    inputs = vision_models.inputs_of(processor, [open_picture(image) for image in files_of(row)])
     ids = inputs["input_ids"][0]
     assert ids[: row["input_ids"].numel()].tolist() == row["input_ids"].tolist()
     # Llama 4's processor gives bfloat16.
