@@ -10,8 +10,11 @@ from tasks.runtime.models.build import build_model
 from tasks.runtime.objectives.training_step import build_training_step
 from tasks.runtime.run_folder.folder import RunFolder
 from tests.runtime.helpers.comparable_runs import SAVED, STEPS, approx, curve, file_of, make_spec
+from tests.runtime.helpers.media_specs import media_spec
+from tests.runtime.helpers.pictures import write_shapes
 from tests.runtime.helpers.train_forked import launch
 from tests.runtime.helpers.train_only import train_spec
+from tests.runtime.helpers.vision_models import gemma3, llava, qwen2_5_vl
 
 pytestmark = pytest.mark.usefixtures("narrowed")
 
@@ -79,6 +82,38 @@ def test_frameworks_and_strategies_train_the_same(alone, output):
     for spec in specs:
         assert curve(spec) == approx(alone[1]), spec.name
         assert all(torch.equal(weights(spec)[0][n], t) for n, t in weights(alone[0])[0].items() if frozen(n))
+
+
+# A family, what its spec names, whether layers are recomputed, and the parts that learn then.
+SEEING = {
+    "projector and text": (
+        llava, {"freeze": ["vision_tower"]}, "none", {"multi_modal_projector", "language_model", "lm_head"},
+    ),
+    "projector": (llava, {"trainable": ["multi_modal_projector"]}, "none", {"multi_modal_projector"}),
+    "text": (qwen2_5_vl, {"freeze": ["visual"]}, "none", {"language_model"}),
+    "projector inside of the tower, and text": (
+        qwen2_5_vl, {"freeze": ["visual.patch_embed", "visual.blocks"]}, "none", {"merger", "language_model"},
+    ),
+    "projector, recomputed": (
+        gemma3, {"trainable": ["multi_modal_projector"]}, "full", {"multi_modal_projector"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "named", "recomputed", "learning"), SEEING.values(), ids=SEEING)
+def test_parts_of_a_model_that_sees_learn_by_name(family, named, recomputed, learning, tmp_path):
+    family(tmp_path / "model", hidden=32)
+    training = {"steps": 2, "micro_batch_size": 2, "gradient_checkpointing": recomputed}
+    source = write_shapes(tmp_path, 8)
+    plain = media_spec(tmp_path, "seeing", tmp_path / "model", source, training=training, data={"sequence_length": 64})
+    spec = changed(plain, model=named, optimizer={"lr": 1e-2})
+    before = build_model(spec.model, spec.seed).state_dict()
+    train_spec(spec)
+    found, names = weights(spec)
+    moved = {name for name, tensor in found.items() if not torch.equal(tensor, before[name])}
+    assert moved == {name for name in found if learning & set(name.split("."))}
+    assert all(any(part in name.split(".") for name in moved) for part in learning)
+    assert {name.removeprefix("optimizer.exp_avg.") for name in names if ".exp_avg." in name} == moved
 
 
 @pytest.mark.parametrize("frozen_part", ["lm_head", "layers.0", "*norm"])
