@@ -15,6 +15,7 @@ from uuid import uuid4
 from flyteidl.admin.execution_pb2 import Execution
 
 from strata_platform import progress_line
+from strata_platform.backends import cold_start
 from strata_platform.backends.api_errors import translated_errors
 from strata_platform.backends.backend import Pause, already_runs, destinations, execution_name, find_gpu, parse_points
 from strata_platform.backends.flyte_admin import FlyteAdmin
@@ -32,7 +33,6 @@ from strata_platform.backends.flyte_messages import (
     spec_inputs,
     spec_values,
     started,
-    startup_of,
 )
 from strata_platform.backends.flyte_registration import Registration
 from strata_platform.backends.flyte_store import FlyteStore
@@ -195,15 +195,15 @@ class FlyteBackend:
         return ""
 
     def events(self, name: str) -> list[Event]:
-        """Flyte's phases of the execution, and the events that Kubernetes and Kueue recorded for its objects."""
+        """Flyte's phases of the execution, what Kubernetes and Kueue recorded, and where its start went."""
         execution = self._newest(name)
         found = events_of(execution)
         if phase_of(execution) is Phase.SUCCEEDED:
             try:
-                found += startup_of(self._record(execution))
+                found += cold_start.of_record(self._record(execution))
             except BackendError as error:
                 log.warning("where the time of the start went is not known: %s", error)
-        found += self._kubernetes().events(execution.id.name)
+        found += cold_start.recorded_events(self._kubernetes(), execution.id.name)
         return sorted(found, key=lambda event: event.time)
 
     def cancel(self, name: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgpack
@@ -112,14 +111,4 @@ def events_of(execution: Execution) -> list[Event]:
         at = execution.closure.updated_at.ToNanoseconds() / 1e9 or created(execution)
         kind: Literal["normal", "warning"] = "normal" if phase is Phase.SUCCEEDED else "warning"
         found.append(Event(at, phase.value.capitalize(), message_of(execution), kind))
-    return found
-
-
-def startup_of(record: Mapping[str, Any]) -> list[Event]:
-    """The ends of the phases of a run's last start, by its completion record; those of earlier versions have none."""
-    at, found = record.get("begun"), []
-    if at is not None:
-        for phase, seconds in record["startup"].items():
-            at += seconds
-            found.append(Event(at, "Startup", f"{phase}: {seconds:.2f} s"))
     return found

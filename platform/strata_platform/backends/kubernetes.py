@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from strata_platform import progress_line
+from strata_platform.backends import cold_start
 from strata_platform.backends.api_errors import translated_errors
 from strata_platform.backends.backend import Pause, already_runs, destinations, find_gpu, parse_points
 from strata_platform.backends.job_set import CANCELED, CAUSE, NAME, OWNER, SUBMISSION, job_set, object_name
@@ -331,7 +332,10 @@ class KubernetesBackend:
         return parse_points(value["point"] for value in values if "point" in value)
 
     def events(self, name: str) -> list[Event]:
-        """The submission and the end, and the events that Kubernetes, JobSet and Kueue recorded."""
+        """The submission and the end, what Kubernetes, JobSet and Kueue recorded, and where the time of the start went.
+
+        Of the start, what the processes measured is known from a run that succeeded, while the pod of rank 0 exists.
+        """
         job = self._newest(name)
         run = self._run(job)
         by = f" of {run.owner}" if run.owner else ""
@@ -339,7 +343,13 @@ class KubernetesBackend:
         if run.ended is not None:
             kind = "normal" if run.phase is Phase.SUCCEEDED else "warning"
             found.append(Event(run.ended, run.phase.value.capitalize(), run.message, kind))  # type: ignore[arg-type]
-        found += self._namespace().events(job["metadata"]["name"])
+        found += cold_start.recorded_events(self._namespace(), job["metadata"]["name"])
+        if run.phase is Phase.SUCCEEDED:
+            try:
+                record = self._record(self._namespace().pods(job["metadata"]["name"]))
+                found += cold_start.of_record(record or {})
+            except BackendError as error:
+                log.warning("where the time of the start went is not known: %s", error)
         return sorted(found, key=lambda event: event.time)
 
     def cancel(self, name: str) -> None:

@@ -105,20 +105,23 @@ class Namespace:
             found[execution] = status_of(mine, workloads, uids)
         return found
 
-    def events(self, execution: str) -> list[Event]:
-        """Events that Kubernetes and Kueue recorded for an execution's objects, the oldest first, for about an hour.
+    def recorded(self, execution: str) -> tuple[list[Object], list[Object], list[Object]]:
+        """An execution's pods, the oldest first, its workloads, and the events recorded for them and its jobs.
 
-        Objects that exist are found by their labels. Deleted ones are found by a name that begins with the execution's;
-        Flyte hashes names of more than 50 characters, which are then missed.
+        Kubernetes keeps events for about an hour. Objects that exist are found by their labels. Events of deleted ones
+        are found by a name that begins with the execution's; Flyte hashes names of more than 50 characters, which are
+        then missed.
         """
-        mine = self._uids(execution, self.pods(execution))
-        mine |= {workload["metadata"]["uid"] for workload in self.list(WORKLOADS) if is_of(workload, mine)}
+        pods = self.pods(execution)
+        mine = self._uids(execution, pods)
+        workloads = [workload for workload in self.list(WORKLOADS) if is_of(workload, mine)]
+        mine |= {workload["metadata"]["uid"] for workload in workloads}
         gone = re.compile(rf"(?:(?:pod|pytorchjob|jobset)-)?{re.escape(execution)}(?:{self.origin.part}|$)")
         with translated_errors(f"to list the events of {execution}"):
             found = self.api.items(f"{self.core}/events")
         about = ((item, item["involvedObject"]) for item in found)
-        events = (_event(item) for item, its in about if its.get("uid") in mine or gone.match(its.get("name", "")))
-        return sorted(events, key=lambda event: event.time)
+        events = [item for item, its in about if its.get("uid") in mine or gone.match(its.get("name", ""))]
+        return pods, workloads, sorted(events, key=time_of)
 
     def hopeless(self, before: datetime) -> dict[str, Object]:
         """Workloads of runs that wait since `before` a time or longer and can never be admitted, by execution."""
@@ -299,11 +302,21 @@ def _is_waiting(workload: Object) -> bool:
     return not is_true(workload, "Finished") and not is_true(workload, "Admitted")
 
 
-def _event(item: Mapping[str, Any]) -> Event:
+def event_of(item: Mapping[str, Any]) -> Event:
+    """An event that Kubernetes recorded."""
     its = item["involvedObject"]
-    at = item.get("lastTimestamp") or item.get("eventTime") or item["metadata"]["creationTimestamp"]
     about = f"{its.get('kind', '').lower()}/{its.get('name', '')}"
     kind: Literal["normal", "warning"] = "warning" if item.get("type") == "Warning" else "normal"
     return Event(
-        datetime.fromisoformat(at).timestamp(), item.get("reason") or "", item.get("message") or "", kind, about
+        datetime.fromisoformat(time_of(item)).timestamp(),
+        item.get("reason") or "",
+        item.get("message") or "",
+        kind,
+        about,
     )
+
+
+def time_of(event: Mapping[str, Any]) -> str:
+    """When an event was recorded last."""
+    found: str = event.get("lastTimestamp") or event.get("eventTime") or event["metadata"]["creationTimestamp"]
+    return found

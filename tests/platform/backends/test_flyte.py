@@ -471,7 +471,7 @@ def test_events_are_those_of_the_runs_own_objects(client, admin, kubernetes):
     assert {event.kind for event in events[1:]} == {"warning"}
 
 
-def test_events_of_a_run_that_succeeded_say_where_the_time_of_its_start_went(client, admin, tmp_path):
+def test_events_of_a_run_that_succeeded_say_where_the_time_of_its_start_went(client, admin, kubernetes, tmp_path):
     admin.add("run", core_pb2.WorkflowExecution.SUCCEEDED)
     startup = {"imports": 2.5, "model": 1.0, "first step": 0.25}
     (tmp_path / "record.json").write_text(json.dumps({"begun": 1000.0, "startup": startup}))
@@ -483,6 +483,14 @@ def test_events_of_a_run_that_succeeded_say_where_the_time_of_its_start_went(cli
     assert [(event.time, event.message) for event in found] == [
         (1002.5, "imports: 2.50 s"), (1003.5, "model: 1.00 s"), (1003.75, "first step: 0.25 s"),
     ]  # fmt: skip
+    # What came before the processes is known while the pod exists, whether or not the run has ended.
+    scheduled = [{"type": "PodScheduled", "status": "True", "lastTransitionTime": "2026-11-22T00:00:03Z"}]
+    training = pod("w0", replica=0, conditions=scheduled)
+    training["status"]["containerStatuses"][0]["state"] = {"running": {"startedAt": "2026-11-22T00:00:07Z"}}
+    kubernetes.content["pods"] = [training]
+    messages = [event.message for event in client.events("run") if event.reason == "Startup"]
+    assert messages[-2:] == ["scheduler: 3 s", "image, container: 4 s"] and len(messages) == 5
+    kubernetes.content["pods"] = []
     admin.outputs["run"]["record"] = f"file://{tmp_path}/old.json"
     assert "Startup" not in {event.reason for event in client.events("run")}
 

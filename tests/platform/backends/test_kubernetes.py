@@ -328,8 +328,9 @@ def test_progress_and_record_are_those_that_rank_0_reports(server, runs):
     assert runs.get("bot").stage is Stage.EXPORTING, "its controller has yet to notice"
     end(server, "Completed")
     record = {"steps": 9, "steps_asked": 9, "train_loss": 0.5, "eval_loss_after": 0.6, "tokens_per_second": 7.0,
-              "restarts": 1}  # fmt: skip
+              "restarts": 1, "begun": 1000.0, "startup": {"imports": 2.5}}  # fmt: skip
     server.content["logs"]["a"] = [f"{TIME} @strata {json.dumps({'record': record})}\n"]
+    assert [event.message for event in runs.events("bot") if event.reason == "Startup"] == ["imports: 2.50 s"]
     run = runs.get("bot")
     assert (run.phase, run.step, run.loss, run.eval_loss) == (Phase.SUCCEEDED, 9, 0.5, 0.6)
     assert [(run.name, found) for run, found in runs.records()] == [("bot", record)]

@@ -147,6 +147,7 @@ def page_of(points=(), **changes):
 def test_where_the_time_of_the_start_went_is_a_table():
     text = render_report(RECORD.model_copy(update={"startup": {"imports": 61.5, "first step": 1.25}}), [], SPEC)
     assert "<h2>Start</h2>" in text and "First step" in text and "Together" in text
+    assert f"strata events {RECORD.name}" in text
     assert "<h2>Start</h2>" not in render_report(RECORD, [], SPEC)
 
 
