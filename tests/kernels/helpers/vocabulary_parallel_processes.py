@@ -18,7 +18,10 @@ from torch.testing import assert_close
 from strata_kernels import (
     linear_cross_entropy,
     linear_cross_entropy_with_predictions,
+    linear_distillation,
     linear_grpo,
+    linear_jsd,
+    linear_kl_div,
     linear_kto,
     linear_logprobs,
     linear_logprobs_with_entropy,
@@ -124,6 +127,92 @@ def test_losses_of_answers(rank: int) -> None:
             close(x, mine(rank, expected[name]) if name in HEAD else expected[name], f"{name} of {kind}")
 
 
+def distances(x: Tensor, head: tuple[Tensor, ...], teacher: tuple[Tensor, ...], **options: float) -> tuple[Tensor, ...]:
+    """Cross entropy and, at `beta`, divergence of PyTorch's logits, each summed over the rows that count."""
+    target, beta, temperature = options["target"], options["beta"], options["temperature"]
+    z, t = (torch.nn.functional.linear(*tensors) for tensors in ((x, *head), teacher))
+    z, t = (cap * torch.tanh(y / cap) if cap else y for y, cap in ((z, options["softcap"]), (t, 5.0)))
+    entropy = torch.nn.functional.cross_entropy(z, target, reduction="sum")
+    both = min(z.shape[1], t.shape[1])
+    p, q = ((y[:, :both] / temperature).softmax(-1) for y in (z, t))
+    m = (1 - beta) * p + beta * q
+    kl = {0.0: q * (q / p).log(), 1.0: p * (p / q).log()}
+    terms = kl.get(beta, beta * q * (q / m).log() + (1 - beta) * p * (p / m).log())
+    return entropy, terms.sum(-1)[target != -100].sum()
+
+
+def test_divergences_are_those_of_whole_heads_in_fp64(rank: int) -> None:
+    """By a group of halves, and by DTensors; also where the heads are padded to different sizes."""
+    mesh = init_device_mesh("cpu", (2,))
+    for beta, temperature, softcap, classes, theirs, more in (
+        (0.0, 1.0, 3.0, CLASSES, CLASSES, {"chunk_bytes": 8192}), (1.0, 2.0, None, CLASSES, CLASSES, {}),
+        (0.3, 0.7, 3.0, CLASSES, CLASSES, {"max_targets": 32, "chunk_bytes": 8192}),
+        (0.5, 1.0, None, 13, 13, {}), (0.5, 2.0, None, 13, 17, {}), (0.0, 1.0, None, 14, 9, {"chunk_bytes": 1000}),
+    ):  # fmt: skip
+        tensors, target = problem(classes=classes)
+        target[:7] = -100
+        generator = torch.Generator().manual_seed(3)
+        shapes = (ROWS, 24), (theirs, 24), (theirs,)
+        teacher = tuple(torch.randn(shape, generator=generator) for shape in shapes)
+        given = {"target": target, "beta": beta, "temperature": temperature, "softcap": softcap}
+        whole = {name: x.double() for name, x in tensors.items()}
+        n = (target != -100).sum()
+
+        def exact(weights: tuple[float, float], given: dict = given, n: Tensor = n, teacher: tuple = teacher) -> object:
+            def run(x: Tensor, **head: Tensor) -> Tensor:
+                parts = distances(x, tuple(head.values()), tuple(y.double() for y in teacher), **given)  # noqa: B023
+                return (weights[0] * parts[0] + weights[1] * parts[1]) / n
+
+            return run
+
+        options = {"temperature": temperature, "softcap": softcap, "teacher_softcap": 5.0, **more}
+        halves = {name: mine(rank, x) if name in HEAD else x for name, x in tensors.items()}
+        parts = {name: Shard(0) if name in HEAD else Replicate() for name in tensors}
+        cut = {name: distribute_tensor(x, mesh, [parts[name]]) for name, x in tensors.items()}
+        across = [
+            distribute_tensor(t, mesh, [p]) for t, p in zip(teacher, (Replicate(), Shard(0), Shard(0)), strict=True)
+        ]
+        ways = [(cut, (across[0], *across[1:]), {}), (cut, (across[0], *teacher[1:]), {})]
+        if classes == theirs == CLASSES:
+            ways.append((halves, (teacher[0], *map(lambda t: mine(rank, t), teacher[1:])), {"group": dist.group.WORLD}))
+        for leaves, judge, where in ways:
+            inputs = {"teacher_x": judge[0], "teacher_weight": judge[1], "teacher_bias": judge[2], "target": target}
+            inputs |= options | where
+
+            def distilled(inputs: dict = inputs, beta: float = beta, **t: Tensor) -> Tensor:
+                return linear_distillation(**t, **inputs, beta=beta, label_weight=0.3, divergence_weight=2.0).loss
+
+            def alone(inputs: dict = inputs, beta: float = beta, **t: Tensor) -> Tensor:
+                if beta in (0.0, 1.0):
+                    return linear_kl_div(**t, **inputs, direction="reverse" if beta else "forward")
+                return linear_jsd(**t, **inputs, beta=beta)
+
+            for function, weights in ((distilled, (0.3, 2.0)), (alone, (0.0, 1.0)))[: 1 + (classes == theirs)]:
+                expected, found = gradients(exact(weights), whole), gradients(function, leaves)
+                for name, result in found.items():
+                    value = expected[name].float()
+                    value = mine(rank, value) if where and name in HEAD else value
+                    result = result.full_tensor() if isinstance(result, DTensor) else result
+                    close(result, value, f"{name} of {function.__name__} at {beta} {classes} {theirs} {list(where)}")
+    for tensors, message in (
+        ({"teacher_weight": torch.randn(7, 24)}, "the last of 2 shards of 14 classes begins at class 7"),
+        ({"teacher_x": distribute_tensor(teacher[0], mesh, [Replicate()]), "x": whole["x"]}, "make them DTensors"),
+    ):
+        try:
+            linear_distillation(
+                **{
+                    **cut,
+                    **dict(zip(("teacher_x", "teacher_weight"), teacher, strict=False)),
+                    "target": target,
+                    **tensors,
+                }
+            )
+        except ValueError as error:
+            assert message in str(error), error
+        else:
+            raise AssertionError(f"no error: {message}")
+
+
 def test_gradients_of_transposed_rows_are_summed(rank: int) -> None:
     tensors, target = problem()
     x = tensors["x"].t().contiguous().t().requires_grad_()
@@ -193,7 +282,7 @@ def test_dtensors_that_do_not_fit(rank: int) -> None:
         ((x, place(weight, Shard(0)), target), {}, "leave the output head in the root's group of fully_shard"),
         ((place(x, Replicate()), weight, target), {}, "make them DTensors of one mesh"),
         ((place(x, Replicate()), place(weight, Shard(1)), target), {}, r"redistribute it to Replicate\(\)"),
-        ((place(x, Shard(0)), place(weight, Replicate()), target), {}, "target and row_weight must be DTensors"),
+        ((place(x, Shard(0)), place(weight, Replicate()), target), {}, "row_weight and teacher_x must be DTensors"),
         ((place(x, Replicate()), place(weight, Shard(0)), target), {"bias": tensors["bias"]}, "bias must be a DTensor"),
         ((place(x, Replicate()), place(weight, Shard(0)), target), {"group": dist.group.WORLD}, "for plain tensors"),
         ((place(x, Replicate()), place(weight[:1], Shard(0)), target), {}, "the last would have none"),

@@ -45,7 +45,7 @@ def reference_divergence(z: Tensor, t: Tensor, target: Tensor, form: Form) -> Te
         cosine = functional.cosine_similarity(z.to(wide), t.to(wide), dim=-1, eps=COSINE_EPS)
         return (1 - cosine).where(target != form.ignore_index, 0.0)
     log_p, log_q = _log_probs(z, form.softcap, form), _log_probs(t, form.teacher_softcap, form)
-    return _terms(log_p, log_q, form).sum(-1).where(target != form.ignore_index, 0.0)
+    return divergence_terms(log_p, log_q, form).sum(-1).where(target != form.ignore_index, 0.0)
 
 
 def reference_gradient(z: Tensor, t: Tensor, target: Tensor, scale: Tensor, form: Form) -> Tensor:
@@ -53,26 +53,34 @@ def reference_gradient(z: Tensor, t: Tensor, target: Tensor, scale: Tensor, form
     if form.divergence == "cosine":
         return (_cosine_gradient(z, t) * scale[:, None]).where((target != form.ignore_index)[:, None], 0.0)
     log_p, log_q = _log_probs(z, form.softcap, form), _log_probs(t, form.teacher_softcap, form)
-    p, q = log_p.exp(), log_q.exp()
-    match form.divergence:
-        case "forward_kl":
-            pc = -q
-        case "reverse_kl":
-            pc = _times(p, log_p - log_q + form.normalized)
-        case "jsd":
-            pc = _times((1 - form.beta) * p, _from_mixture(log_p, log_q, form.beta)[0])
-        case "tvd":
-            pc = 0.5 * p * (p - q).sign()
-        case "tvd_probabilities":
-            pc = 0.5 * (log_p - log_q).sign()
-    dz = pc if form.normalized else pc - p * pc.sum(-1, keepdim=True)
+    pc = gradient_terms(log_p, log_q, form)
+    dz = pc if form.normalized else pc - log_p.exp() * pc.sum(-1, keepdim=True)
     if form.softcap:
         dz = dz * (1 - torch.tanh(z.to(dz.dtype) / form.softcap).square())
     dz = dz if form.temperature == 1 else dz / form.temperature
     return (dz * scale[:, None]).where((target != form.ignore_index)[:, None], 0.0)
 
 
-def _terms(log_p: Tensor, log_q: Tensor, form: Form) -> Tensor:
+def gradient_terms(log_p: Tensor, log_q: Tensor, form: Form) -> Tensor:
+    """dloss/dlog p [N, V], which is pc; the gradient of logits is pc - p Σ pc, over the whole vocabulary."""
+    p, q = log_p.exp(), log_q.exp()
+    match form.divergence:
+        case "forward_kl":
+            return -q
+        case "reverse_kl":
+            return _times(p, log_p - log_q + form.normalized)
+        case "jsd":
+            return _times((1 - form.beta) * p, _from_mixture(log_p, log_q, form.beta)[0])
+        case "tvd":
+            return 0.5 * p * (p - q).sign()
+        case "tvd_probabilities":
+            return 0.5 * (log_p - log_q).sign()
+        case "cosine":
+            raise AssertionError("cosine is no sum of terms")
+
+
+def divergence_terms(log_p: Tensor, log_q: Tensor, form: Form) -> Tensor:
+    """What a row's divergence is the sum of, [N, V]."""
     p, q = log_p.exp(), log_q.exp()
     match form.divergence:
         case "forward_kl":

@@ -59,6 +59,14 @@ class VocabularyShard:
             packed = torch.ops._c10d_functional.wait_tensor(gathered)
         return _combine(packed, parts[0])
 
+    def sum_over_shards(self, parts: Tensor) -> Tensor:
+        """The sum of `parts` over the processes, added in the order of the shards: equal bits on each of them."""
+        if not self.group or parts.is_meta:
+            return parts
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(parts[None], self.ranks, self.group)
+        total: Tensor = torch.ops._c10d_functional.wait_tensor(gathered).sum(0)
+        return total
+
     def start_all_reduce(self, dx: Tensor) -> list[Tensor]:
         """Start to sum dx over the group, in place; returns what `wait_all` waits for."""
         if not (self.group and self.sum_dx) or dx.is_meta:
@@ -102,22 +110,49 @@ def is_dtensor(x: object) -> bool:
     return hasattr(x, "placements") and hasattr(x, "device_mesh")
 
 
+def rows_of_shard(head: Any, shard: VocabularyShard, weight: Any) -> Tensor:
+    """Of another head's weight [V', ...] or bias, the classes that this process has of `weight`, of which V' are some.
+
+    A collective if `head` is a DTensor that is not sharded as `weight` is.
+
+    Raises:
+        ValueError: a process would have none.
+    """
+    found: Tensor = head
+    if is_dtensor(weight):
+        if is_dtensor(head) and head.shape[0] == shard.total and head.placements == weight.placements:
+            found = head.to_local()
+            return found
+        head = head.full_tensor() if is_dtensor(head) else head
+        last = -(-shard.total // shard.ranks) * (shard.ranks - 1)
+        if head.shape[0] <= last:
+            raise ValueError(
+                f"the last of {shard.ranks} shards of {shard.total} classes begins at class {last}, but the teacher "
+                f"has {head.shape[0]}: shard the head over fewer processes"
+            )
+        found = head[shard.start : shard.start + weight.to_local().shape[0]]
+    return found
+
+
 @dataclass(frozen=True)
 class LocalTensors:
-    """The tensors of this process, its shard of the vocabulary, and how results become DTensors again."""
+    """The tensors of this process, its shard of the vocabulary, and how results become DTensors again.
+
+    `beside` is what each row has beside x: its weight, or a teacher's hidden states.
+    """
 
     x: Tensor
     weight: Tensor
     target: Tensor
     bias: Tensor | None
-    row_weight: Tensor | None
+    beside: Tensor | None
     shard: VocabularyShard
     sum_over_row_shards: Callable[[Tensor], Tensor]
     to_dtensor: Callable[[Tensor], Tensor]
 
 
 def local_tensors(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, row_weight: Tensor | None,
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, beside: Tensor | None,
     group: ProcessGroup | None,
 ) -> LocalTensors:  # fmt: skip
     """The tensors that this process computes with: its shards of DTensors, or plain tensors as they are.
@@ -128,25 +163,25 @@ def local_tensors(
     if is_dtensor(x) or is_dtensor(weight) or is_dtensor(bias):
         if group is not None:
             raise ValueError("group is for plain tensors; a DTensor's placements say which processes hold what")
-        return _local_of_dtensors(x, weight, target, bias, row_weight)
+        return _local_of_dtensors(x, weight, target, bias, beside)
     shard = unsharded(weight.shape[0])
     if group is not None and group.size() > 1:
         shard = _shard_of_group(group, weight.shape[0])
-    return LocalTensors(x, weight, target, bias, row_weight, shard, _identity, _identity)
+    return LocalTensors(x, weight, target, bias, beside, shard, _identity, _identity)
 
 
 def _identity(x: Tensor) -> Tensor:
     return x
 
 
-def _local_of_dtensors(x: Any, weight: Any, target: Any, bias: Any, row_weight: Any) -> LocalTensors:
+def _local_of_dtensors(x: Any, weight: Any, target: Any, bias: Any, beside: Any) -> LocalTensors:
     """The local tensors to compute with, so that a loss behaves like an operator of DTensor.
 
     Along the mesh dimension that shards weight by Shard(0), x is replicated, as in tensor parallelism. Along the others
     its rows may be sharded, as in data parallelism. DTensor does the communication, of x's gradient too: a
     sequence-parallel x gets a reduce-scatter, not an all-reduce.
 
-    target and row_weight may be plain tensors if the rows of x are not sharded.
+    target and what is beside may be plain tensors if the rows of x are not sharded.
 
     Raises:
         ValueError: x, weight and bias are not all DTensors of one mesh, or a placement is not supported.
@@ -176,7 +211,9 @@ def _local_of_dtensors(x: Any, weight: Any, target: Any, bias: Any, row_weight: 
         if isinstance(value, DTensor):
             return value.redistribute(placements=kept).to_local()
         if value is not None and any(row_sharded):
-            raise ValueError(f"the rows of x are sharded, {x.placements}: target and row_weight must be DTensors, too")
+            raise ValueError(
+                f"the rows of x are sharded, {x.placements}: target, row_weight and teacher_x must be DTensors, too"
+            )
         return value
 
     def sum_over_row_shards(value: Tensor) -> Tensor:
@@ -190,7 +227,7 @@ def _local_of_dtensors(x: Any, weight: Any, target: Any, bias: Any, row_weight: 
         return DTensor.from_local(loss, mesh, kept, run_check=False, shape=torch.Size(shape), stride=strides)
 
     return LocalTensors(
-        local, weight.to_local(grad_placements=d_head), local_rows(target), bias, local_rows(row_weight),
+        local, weight.to_local(grad_placements=d_head), local_rows(target), bias, local_rows(beside),
         _shard_of_dtensor(weight, axis), sum_over_row_shards, to_dtensor,
     )  # fmt: skip
 

@@ -240,7 +240,7 @@ def _linear_cross_entropy(
 ) -> LossAndPredictions:  # fmt: skip
     check_linear_options(options)
     local = local_tensors(x, weight, target, bias, row_weight, group)
-    x, weight, bias, target, row_weight = local.x, local.weight, local.bias, local.target, local.row_weight
+    x, weight, bias, target, row_weight = local.x, local.weight, local.bias, local.target, local.beside
     check_tensors(x, weight, target, bias, class_weight, row_weight, local.shard)
     x, weight, bias = autocast(x, weight, bias)
     check_dtypes(x, weight, bias)

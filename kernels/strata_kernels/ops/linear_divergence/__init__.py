@@ -8,6 +8,7 @@ Axes: N rows, H and H' features, V vocabulary entries. 2·N·H'·V FLOPs for the
 them with a frozen head. Logits of some rows of both are in memory at a time; the gradient overwrites the student's.
 
     row_divergences     what a pass over the logits does for a divergence
+    sharded_divergence  the same, where several processes hold the vocabulary
     counted_rows        the rows that count, and what operators take of them
     summed_divergence   what their operators share
     linear_jsd          linear_jsd, linear_kl_div, linear_cosine_distance: a teacher with a head

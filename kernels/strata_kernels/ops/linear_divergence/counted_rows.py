@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,6 +21,7 @@ from ..head.head_arguments import (
     nan_beyond,
     wanted_gradients,
 )
+from ..head.vocabulary_parallel import VocabularyShard
 
 
 class RowOptions(NamedTuple):
@@ -59,12 +62,15 @@ class CountedRows(NamedTuple):
         target: Tensor,
         beside: tuple[Tensor, ...],
         options: RowOptions,
+        sum_over_row_shards: Callable[[Tensor], Tensor] = lambda count: count,
     ) -> CountedRows:
         """x, target and what is beside them have any leading shape. Raises ValueError if the dtypes do not fit."""
         x, weight, bias = autocast(x, weight, bias)
         check_dtypes(x, weight, bias)
         labels, rows = target.reshape(-1).contiguous(), [t.flatten(0, -2) for t in (x, *beside)]
         divisor = row_divisor(labels, options.ignore_index, options.reduction, options.num_items, accumulator(x.dtype))
+        if options.reduction == "mean" and options.num_items is None:
+            divisor = sum_over_row_shards(divisor)
         kept, beyond = kept_rows(labels, options.ignore_index, options.max_targets), None
         if kept is not None:
             beyond = nan_beyond(labels, options.ignore_index, kept.shape[0])
@@ -81,10 +87,12 @@ class CountedRows(NamedTuple):
         divisor = torch.ones_like(self.divisor) if self._divides_late else self.divisor
         return divisor, self.x, self.weight, self.bias, self.labels, *self.beside
 
-    def pass_settings(self, options: RowOptions, heads: int = 1) -> tuple[Any, ...]:
-        """What an operator takes last, for the logits of so many heads at a time."""
+    def pass_settings(
+        self, options: RowOptions, heads: int = 1, shard: VocabularyShard | None = None
+    ) -> tuple[Any, ...]:
+        """What an operator takes last, for the logits of so many heads at a time; with the fields of a shard."""
         memory = logits_bytes(self.x, options.chunk_bytes, tensors=heads), options.accumulate == "exact"
-        return *memory, *wanted_gradients(self.x, self.weight, self.bias)
+        return *memory, *(() if shard is None else astuple(shard)), *wanted_gradients(self.x, self.weight, self.bias)
 
     def finished(self, loss: Tensor) -> Tensor:
         """What the operator gave for `arguments`, as the caller wants it."""

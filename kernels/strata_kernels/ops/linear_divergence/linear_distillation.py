@@ -8,7 +8,7 @@ student, and both gradients are added before they are multiplied. The operator i
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,20 +19,21 @@ from .._operator import is_transformed, operator
 from ..cross_entropy.row_statistics import Options
 from ..divergence.divergence_reference import Divergence, Form, reference_divergence
 from ..divergence.given_logits import of_beta
-from ..head.head_arguments import (
-    Accumulate,
-    check_head,
-)
+from ..head.head_arguments import Accumulate, check_head
 from ..head.head_pass import Wanted
+from ..head.vocabulary_parallel import VocabularyShard
 from .counted_rows import RowOptions
-from .linear_jsd import TeacherOptions, check_teacher, counted_rows
+from .linear_jsd import TeacherOptions, check_teacher, counted_rows, local_heads
 from .row_divergences import PassSettings, Scales, Teacher, distillation_and_gradients
 from .summed_divergence import SummedDivergence
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 _SETTINGS = (
     "str divergence, float beta, float temperature, float softcap, float teacher_softcap, float label_weight,"
-    " float divergence_weight, int ignore_index, SymInt chunk_bytes, bool exact, bool want_dx, bool want_dw,"
-    " bool want_db"
+    " float divergence_weight, int ignore_index, SymInt chunk_bytes, bool exact, str group, SymInt ranks,"
+    " SymInt start, SymInt total, bool sum_dx, bool want_dx, bool want_dw, bool want_db"
 )
 
 
@@ -60,14 +61,16 @@ class _LinearDistillation(SummedDivergence):
         divisor: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, teacher_x: Tensor,
         teacher_weight: Tensor, teacher_bias: Tensor | None,
         divergence: Divergence, beta: float, temperature: float, softcap: float, teacher_softcap: float,
-        label_weight: float, divergence_weight: float, ignore_index: int, chunk_bytes: int, exact: bool, *wanted: bool,
+        label_weight: float, divergence_weight: float, ignore_index: int, chunk_bytes: int, exact: bool,
+        group: str, ranks: int, start: int, total: int, sum_dx: bool, *wanted: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         one = divisor.reciprocal().expand(x.shape[0])
         scales = Scales(one * label_weight if label_weight else None, one * divergence_weight)
         losses, gradients = distillation_and_gradients(
             x, weight, bias, target, Teacher(teacher_x, teacher_weight, teacher_bias), scales,
             Form(divergence, beta, temperature, softcap, teacher_softcap, ignore_index=ignore_index),
-            Options(ignore_index, 0.0, 0.0, softcap, 1.0), PassSettings(chunk_bytes, exact, Wanted(*wanted)),
+            Options(ignore_index, 0.0, 0.0, softcap, 1.0),
+            PassSettings(chunk_bytes, exact, Wanted(*wanted), VocabularyShard(group, ranks, start, total, sum_dx)),
         )  # fmt: skip
         parts = losses.sum(1) / divisor
         return label_weight * parts[0] + divergence_weight * parts[1], parts, *gradients
@@ -96,6 +99,7 @@ def linear_distillation(
     ignore_index: int = -100,
     num_items: int | Tensor | None = None,
     max_targets: int | None = None,
+    group: ProcessGroup | None = None,
     accumulate: Accumulate = "exact",
     chunk_bytes: int | None = None,
 ) -> DistillationTerms:
@@ -115,13 +119,13 @@ def linear_distillation(
 
     Args:
         x: [..., H], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides.
-        weight: [V, H], of x's dtype. Under autocast all are cast to its dtype. Not a DTensor.
+        weight: [V, H], of x's dtype. Under autocast all are cast to its dtype. DTensors as in `linear_jsd`.
         teacher_x: [..., H'], of x's dtype; the teacher's tensors get no gradients.
         teacher_weight: [V', H'], of x's dtype.
         target: [...], int64: the label of each row; rows whose target is `ignore_index` are left out.
         label_weight, divergence_weight: factors of both parts. There is no factor of the squared temperature.
         beta, temperature, bias, teacher_bias, softcap, teacher_softcap, ignore_index, num_items, max_targets,
-            accumulate, chunk_bytes: as in `linear_jsd`.
+            group, accumulate, chunk_bytes: as in `linear_jsd`.
 
     Returns:
         Scalars, fp32 (fp64 for fp64). The means over no rows are NaN, with zero gradients.
@@ -140,12 +144,14 @@ def linear_distillation(
         of_beta(beta), float(beta), float(temperature), softcap, teacher_softcap,
         RowOptions(ignore_index, "mean", num_items, max_targets, accumulate, chunk_bytes),
     )  # fmt: skip
-    check_head(x, weight, bias)
-    check_head(teacher_x, teacher_weight, teacher_bias, prefix="teacher_")
-    both = min(weight.shape[0], teacher_weight.shape[0])
-    teacher = Teacher(teacher_x, teacher_weight[:both], None if teacher_bias is None else teacher_bias[:both])
-    check_teacher(x, weight[:both], None if bias is None else bias[:both], target, teacher, options)
-    rows, teacher = counted_rows(x, weight, bias, target, teacher, options.rows)
+    local, teacher = local_heads(x, weight, bias, target, Teacher(teacher_x, teacher_weight, teacher_bias), group)
+    check_head(local.x, local.weight, local.bias)
+    check_head(*teacher, prefix="teacher_")
+    both = min(local.weight.shape[0], teacher.weight.shape[0])
+    bias_of_both = None if local.bias is None else local.bias[:both]
+    teacher = Teacher(teacher.x, teacher.weight[:both], None if teacher.bias is None else teacher.bias[:both])
+    check_teacher(local.x, local.weight[:both], bias_of_both, local.target, teacher, options)
+    rows, teacher = counted_rows(local, teacher, options.rows)
     softcaps = softcap or 0.0, teacher_softcap or 0.0
     if is_transformed():
         z, t = rows.logits(), functional.linear(*teacher)
@@ -159,7 +165,7 @@ def linear_distillation(
     loss, parts, *_ = _LinearDistillation.apply(
         *rows.arguments(), teacher.weight, teacher.bias, *options[:3],
         *map(float, (*softcaps, label_weight, divergence_weight)), ignore_index,
-        *rows.pass_settings(options.rows, heads=2),
+        *rows.pass_settings(options.rows, heads=2, shard=local.shard),
     )  # fmt: skip
-    parts = rows.finished(parts)
-    return DistillationTerms(rows.finished(loss), parts[0], parts[1])
+    terms = rows.finished(loss), *rows.finished(parts)
+    return DistillationTerms(*map(local.to_dtensor, terms))

@@ -6,7 +6,7 @@ only multiplies by it. Formulas: see the package. The operator is `strata::linea
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,14 +26,18 @@ from ..head.head_arguments import (
     check_target,
 )
 from ..head.head_pass import Wanted
-from ..head.vocabulary_parallel import is_dtensor
+from ..head.vocabulary_parallel import LocalTensors, VocabularyShard, is_dtensor, local_tensors, rows_of_shard
 from .counted_rows import CountedRows, RowOptions
 from .row_divergences import PassSettings, Teacher, divergences_and_gradients
 from .summed_divergence import SummedDivergence
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 _SETTINGS = (
     "str divergence, float beta, float temperature, float softcap, float teacher_softcap, int ignore_index,"
-    " SymInt chunk_bytes, bool exact, bool want_dx, bool want_dw, bool want_db"
+    " SymInt chunk_bytes, bool exact, str group, SymInt ranks, SymInt start, SymInt total, bool sum_dx,"
+    " bool want_dx, bool want_dw, bool want_db"
 )
 
 
@@ -49,13 +53,14 @@ class _LinearDivergence(SummedDivergence):
         divisor: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, teacher_x: Tensor,
         teacher_weight: Tensor, teacher_bias: Tensor | None,
         divergence: Divergence, beta: float, temperature: float, softcap: float, teacher_softcap: float,
-        ignore_index: int, chunk_bytes: int, exact: bool, *wanted: bool,
+        ignore_index: int, chunk_bytes: int, exact: bool, group: str, ranks: int, start: int, total: int, sum_dx: bool,
+        *wanted: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         losses, gradients = divergences_and_gradients(
             x, weight, bias, target, Teacher(teacher_x, teacher_weight, teacher_bias),
             divisor.reciprocal().expand(x.shape[0]),
             Form(divergence, beta, temperature, softcap, teacher_softcap, ignore_index=ignore_index),
-            PassSettings(chunk_bytes, exact, Wanted(*wanted)),
+            PassSettings(chunk_bytes, exact, Wanted(*wanted), VocabularyShard(group, ranks, start, total, sum_dx)),
         )  # fmt: skip
         return losses.sum() / divisor, *gradients
 
@@ -88,6 +93,7 @@ def linear_jsd(
     reduction: Literal["mean", "sum"] = "mean",
     num_items: int | Tensor | None = None,
     max_targets: int | None = None,
+    group: ProcessGroup | None = None,
     accumulate: Accumulate = "exact",
     chunk_bytes: int | None = None,
 ) -> Tensor:
@@ -103,7 +109,8 @@ def linear_jsd(
 
     Args:
         x: [..., H], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides.
-        weight: [V, H], of x's dtype. Under autocast all are cast to its dtype. Not a DTensor.
+        weight: [V, H], of x's dtype. Under autocast all are cast to its dtype. With a `group`, this process's shard.
+            DTensors as in `linear_cross_entropy`; then a teacher_weight that is sharded otherwise, or not, is whole.
         teacher_x: [..., H'], of x's dtype; the teacher's tensors get no gradients.
         teacher_weight: [V, H'], of x's dtype. Where vocabularies are padded to different sizes, pass the common rows.
         target: [...], int64: rows whose target is `ignore_index` are left out; None counts all rows.
@@ -118,6 +125,9 @@ def linear_jsd(
             its gradients are NaN.
         accumulate: "exact" rounds a 16-bit gradient of weight once: its chunks are kept for one product, in the memory
             of that gradient, or summed in fp32, in up to 2·V·H bytes more. "lean" rounds after every chunk of rows.
+        group: the processes that hold the vocabulary, in shards of equal size in the order of their ranks, weight and
+            bias as those of the teacher. All of them call this with the same rows. Then plain PyTorch computes the
+            divergences between the products.
         chunk_bytes: bytes of both logits at a time; by default 1 GiB, on a CPU 16 MiB.
 
     Returns:
@@ -136,7 +146,8 @@ def linear_jsd(
         of_beta(beta), float(beta), float(temperature), softcap, teacher_softcap,
         RowOptions(ignore_index, reduction, num_items, max_targets, accumulate, chunk_bytes),
     )  # fmt: skip
-    return _linear_divergence(x, weight, bias, target, Teacher(teacher_x, teacher_weight, teacher_bias), options)
+    teacher = Teacher(teacher_x, teacher_weight, teacher_bias)
+    return _linear_divergence(x, weight, bias, target, teacher, options, group)
 
 
 def linear_kl_div(
@@ -156,6 +167,7 @@ def linear_kl_div(
     reduction: Literal["mean", "sum"] = "mean",
     num_items: int | Tensor | None = None,
     max_targets: int | None = None,
+    group: ProcessGroup | None = None,
     accumulate: Accumulate = "exact",
     chunk_bytes: int | None = None,
 ) -> Tensor:
@@ -176,7 +188,8 @@ def linear_kl_div(
         of_direction(direction), 0.0, float(temperature), softcap, teacher_softcap,
         RowOptions(ignore_index, reduction, num_items, max_targets, accumulate, chunk_bytes),
     )  # fmt: skip
-    return _linear_divergence(x, weight, bias, target, Teacher(teacher_x, teacher_weight, teacher_bias), options)
+    teacher = Teacher(teacher_x, teacher_weight, teacher_bias)
+    return _linear_divergence(x, weight, bias, target, teacher, options, group)
 
 
 def linear_cosine_distance(
@@ -203,7 +216,8 @@ def linear_cosine_distance(
         loss = 1 - F.cosine_similarity(logits.float(), teacher.float(), dim=-1)
         loss = loss[target != ignore_index].sum() / (num_items or (target != ignore_index).sum())   # reduction="mean"
 
-    The lengths of both do not matter, and so no temperature does. Arguments, returns and errors as in `linear_jsd`.
+    The lengths of both do not matter, and so no temperature does. Arguments, returns and errors as in `linear_jsd`; a
+    head is on one process, and no DTensor.
 
     Example:
         >>> x, weight = torch.randn(2, 8, 16), torch.randn(32, 16, requires_grad=True)
@@ -213,18 +227,23 @@ def linear_cosine_distance(
         "cosine", 0.0, 1.0, None, None,
         RowOptions(ignore_index, reduction, num_items, max_targets, accumulate, chunk_bytes),
     )  # fmt: skip
-    return _linear_divergence(x, weight, bias, target, Teacher(teacher_x, teacher_weight, teacher_bias), options)
+    teacher = Teacher(teacher_x, teacher_weight, teacher_bias)
+    if any(map(is_dtensor, (x, weight, bias, *teacher))):
+        raise ValueError("x, weight and the teacher's tensors must be plain tensors: pass DTensors as full_tensor()")
+    return _linear_divergence(x, weight, bias, target, teacher, options, None)
 
 
 def _linear_divergence(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None, teacher: Teacher, options: TeacherOptions
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor | None, teacher: Teacher, options: TeacherOptions,
+    group: ProcessGroup | None,
+) -> Tensor:  # fmt: skip
     ignore_index = options.rows.ignore_index
     if target is None:
         # Any number but ignore_index.
         target = torch.full(x.shape[:-1], ignore_index + 1, device=x.device)
-    check_teacher(x, weight, bias, target, teacher, options)
-    rows, teacher = counted_rows(x, weight, bias, target, teacher, options.rows)
+    local, teacher = local_heads(x, weight, bias, target, teacher, group)
+    check_teacher(local.x, local.weight, local.bias, local.target, teacher, options)
+    rows, teacher = counted_rows(local, teacher, options.rows)
     softcaps = options.softcap or 0.0, options.teacher_softcap or 0.0
     if is_transformed():
         form = Form(*options[:3], *softcaps, ignore_index=ignore_index)
@@ -232,18 +251,42 @@ def _linear_divergence(
         return rows.bounded(losses.sum() / rows.divisor)
     loss, *_ = _LinearDivergence.apply(
         *rows.arguments(), teacher.weight, teacher.bias, *options[:3], *map(float, softcaps), ignore_index,
-        *rows.pass_settings(options.rows, heads=2),
+        *rows.pass_settings(options.rows, heads=2, shard=local.shard),
     )  # fmt: skip
-    return rows.finished(loss)
+    return local.to_dtensor(rows.finished(loss))
 
 
-def counted_rows(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, teacher: Teacher, options: RowOptions
-) -> tuple[CountedRows, Teacher]:
+def local_heads(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, teacher: Teacher, group: ProcessGroup | None
+) -> tuple[LocalTensors, Teacher]:
+    """What this process computes with, of the student and of the teacher.
+
+    Raises:
+        ValueError: tensors and group do not fit, as in `linear_cross_entropy`; the teacher's are DTensors alone.
+        NotImplementedError: a vocabulary that several processes hold, under `torch.func`.
+    """
+    if any(map(is_dtensor, teacher)) and not is_dtensor(weight):
+        raise ValueError("the teacher's tensors are DTensors, but weight is not: pass them as full_tensor()")
+    local = local_tensors(x, weight, target, bias, teacher.x, group)
+    if group is not None and teacher.weight.shape[0] != weight.shape[0]:
+        raise ValueError(
+            f"teacher_weight {list(teacher.weight.shape)} must have the classes of weight {list(weight.shape)} where "
+            "a group holds the vocabulary"
+        )
+    if local.shard.group and is_transformed():
+        raise NotImplementedError("torch.func cannot look into a vocabulary that several processes hold")
+    assert local.beside is not None
+    bias_of_shard = None if teacher.bias is None else rows_of_shard(teacher.bias, local.shard, weight)
+    return local, Teacher(local.beside, rows_of_shard(teacher.weight, local.shard, weight), bias_of_shard)
+
+
+def counted_rows(local: LocalTensors, teacher: Teacher, options: RowOptions) -> tuple[CountedRows, Teacher]:
     """The rows of both that count. Raises ValueError if the dtypes do not fit."""
     teacher = Teacher(*autocast(*teacher))
     check_dtypes(*teacher, prefix="teacher_")
-    rows = CountedRows.of(x, weight, bias, target, (teacher.x,), options)
+    rows = CountedRows.of(
+        local.x, local.weight, local.bias, local.target, (teacher.x,), options, local.sum_over_row_shards
+    )
     if teacher.x.dtype != rows.x.dtype:
         raise ValueError(f"teacher_x is {teacher.x.dtype} and x is {rows.x.dtype}: cast one of them")
     return rows, teacher._replace(x=rows.beside[0])
@@ -253,8 +296,6 @@ def check_teacher(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, teacher: Teacher, options: TeacherOptions
 ) -> None:  # fmt: skip
     """Raise ValueError unless a student and a teacher of the same classes, and the options, fit together."""
-    if any(map(is_dtensor, (x, weight, bias, *teacher))):
-        raise ValueError("x, weight and the teacher's tensors must be plain tensors: pass DTensors as full_tensor()")
     check_head(x, weight, bias)
     check_head(*teacher, prefix="teacher_")
     check_target(x, target)

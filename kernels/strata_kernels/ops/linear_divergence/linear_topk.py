@@ -26,7 +26,7 @@ from ..head.head_arguments import (
     check_target,
 )
 from ..head.head_pass import Wanted
-from ..head.vocabulary_parallel import is_dtensor
+from ..head.vocabulary_parallel import is_dtensor, unsharded
 from .counted_rows import CountedRows, RowOptions
 from .row_divergences import PassSettings, topk_and_gradients
 from .summed_divergence import SummedDivergence
@@ -52,7 +52,8 @@ class _LinearTopK(SummedDivergence):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         losses, gradients = topk_and_gradients(
             x, weight, bias, target, tokens, log_probs, divisor.reciprocal().expand(x.shape[0]),
-            Options(ignore_index, 0.0, 0.0, softcap, temperature), PassSettings(chunk_bytes, exact, Wanted(*wanted)),
+            Options(ignore_index, 0.0, 0.0, softcap, temperature),
+            PassSettings(chunk_bytes, exact, Wanted(*wanted), unsharded(weight.shape[0])),
         )  # fmt: skip
         return losses.sum() / divisor, *gradients
 

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from .._launch import accumulator
-from ..cross_entropy.row_statistics import Columns, Options
+from ..cross_entropy.row_statistics import Columns, Options, Statistics
 from ..cross_entropy.rows import cross_entropy_gradient, cross_entropy_rows
 from ..divergence.divergence_reference import Form
 from ..divergence.divergence_rows import Labels, divergence_rows
 from ..head.head_pass import HeadGradients, HeadPass, Wanted, logits_into
-from ..head.memory import logits_view, plan_chunks
-from ..head.vocabulary_parallel import unsharded
+from ..head.memory import ChunkPlan, logits_view, plan_chunks
+from ..head.vocabulary_parallel import VocabularyShard
+from .sharded_divergence import sharded_cross_entropy, sharded_divergence
 
 
 class Teacher(NamedTuple):
@@ -28,11 +29,20 @@ class Teacher(NamedTuple):
 
 @dataclass(frozen=True)
 class PassSettings:
-    """How a pass goes: bytes of logits at a time, whether a 16-bit dW is rounded once, which gradients are needed."""
+    """How a pass goes: bytes of logits at a time, whether a 16-bit dW is rounded once, which gradients are needed.
+
+    shard: the classes that this process holds.
+    """
 
     chunk_bytes: int
     exact: bool
     wanted: Wanted
+    shard: VocabularyShard
+
+    def plan(self, x: Tensor, weight: Tensor) -> ChunkPlan:
+        """The plan for the logits of two heads. By the widest shard, so that the collectives of all processes match."""
+        shape = torch.Size((self.shard.widest, weight.shape[1]))
+        return plan_chunks(x, shape, self.wanted.dw, self.exact, self.chunk_bytes, tensors=2)
 
 
 def divergences_and_gradients(
@@ -40,11 +50,10 @@ def divergences_and_gradients(
     settings: PassSettings,
 ) -> tuple[Tensor, HeadGradients]:  # fmt: skip
     """(divergences [N], gradients of their sum weighted by scale [N]); x [N, H], weight [V, H], target [N]."""
-    # Both logits are there at a time.
-    plan = plan_chunks(x, weight.shape, settings.wanted.dw, settings.exact, settings.chunk_bytes, tensors=2)
+    plan = settings.plan(x, weight)
     loss = x.new_empty(x.shape[0], dtype=accumulator(x.dtype))
-    taken = _Divergence(target, teacher, scale, form, settings.wanted.any, loss, x.new_empty(plan.buffer_size))
-    run = HeadPass(x, weight, bias, unsharded(weight.shape[0]), settings.wanted, fp32_dw=plan.fp32_dw)
+    taken = _Divergence(target, teacher, scale, form, settings, loss, x.new_empty(plan.buffer_size))
+    run = HeadPass(x, weight, bias, settings.shard, settings.wanted, fp32_dw=plan.fp32_dw)
     return loss, run.run_chunks(taken, plan.chunk_rows, x.new_empty(plan.buffer_size), plan.panels_size)
 
 
@@ -52,18 +61,34 @@ class _Divergence:
     """The `RowLoss` of a divergence from a teacher with a head."""
 
     def __init__(
-        self, target: Tensor, teacher: Teacher, scale: Tensor, form: Form, gradient: bool, loss: Tensor, buffer: Tensor
-    ) -> None:
+        self, target: Tensor, teacher: Teacher, scale: Tensor, form: Form, settings: PassSettings, loss: Tensor,
+        buffer: Tensor,
+    ) -> None:  # fmt: skip
         self._target, self._teacher, self._scale, self._form = target, teacher, scale, form
-        self._gradient, self._loss, self._buffer = gradient, loss, buffer
+        self._gradient, self._shard = settings.wanted.any, settings.shard
+        self._loss, self._buffer = loss, buffer
 
     def take(self, z: Tensor, rows: slice) -> None:
-        self.overwrite(z, rows)
+        if self._shard.group:
+            self.overwrite_shard(z, rows)
+        else:
+            self.overwrite(z, rows)
+
+    def overwrite_shard(self, z: Tensor, rows: slice, labels: tuple[Tensor, Statistics] | None = None) -> None:
+        """Overwrite logits by their gradient, where several processes hold the vocabulary."""
+        sharded_divergence(
+            z, self._teacher_logits(rows), self._target[rows], self._scale[rows], self._loss[rows], self._form,
+            self._shard, gradient=self._gradient, labels=labels,
+        )  # fmt: skip
+
+    def _teacher_logits(self, rows: slice) -> Tensor:
+        t = logits_view(self._buffer, rows.stop - rows.start, self._teacher.weight.shape[0])
+        logits_into(t, self._teacher.x[rows], self._teacher.weight, self._teacher.bias)
+        return t
 
     def overwrite(self, z: Tensor, rows: slice, labels: Labels | None = None) -> int:
         """Overwrite the logits of the teacher's classes, whose number is returned, by their gradient."""
-        t = logits_view(self._buffer, z.shape[0], self._teacher.weight.shape[0])
-        logits_into(t, self._teacher.x[rows], self._teacher.weight, self._teacher.bias)
+        t = self._teacher_logits(rows)
         z = z[:, : t.shape[1]]
         dz = z if self._gradient else None
         divergence_rows(z, t, self._target[rows], self._scale[rows], self._loss[rows], self._form, dz, labels)
@@ -85,13 +110,13 @@ def distillation_and_gradients(
 
     teacher: of the first classes of the V. options: the form of the cross entropy.
     """
-    plan = plan_chunks(x, weight.shape, settings.wanted.dw, settings.exact, settings.chunk_bytes, tensors=2)
+    plan = settings.plan(x, weight)
     losses = x.new_empty(2, x.shape[0], dtype=accumulator(x.dtype))
     divergence = _Divergence(
-        target, teacher, scales.divergence, form, settings.wanted.any, losses[1], x.new_empty(plan.buffer_size)
+        target, teacher, scales.divergence, form, settings, losses[1], x.new_empty(plan.buffer_size)
     )
-    taken = _Distillation(divergence, target, scales.labels, options, settings.wanted.any, losses[0])
-    run = HeadPass(x, weight, bias, unsharded(weight.shape[0]), settings.wanted, fp32_dw=plan.fp32_dw)
+    taken = _Distillation(divergence, target, scales.labels, options, settings, losses[0])
+    run = HeadPass(x, weight, bias, settings.shard, settings.wanted, fp32_dw=plan.fp32_dw)
     return losses, run.run_chunks(taken, plan.chunk_rows, x.new_empty(plan.buffer_size), plan.panels_size)
 
 
@@ -99,14 +124,19 @@ class _Distillation:
     """The `RowLoss` of a cross entropy and a divergence, whose gradients are added before they are rounded."""
 
     def __init__(
-        self, divergence: _Divergence, target: Tensor, scale: Tensor | None, options: Options, gradient: bool,
+        self, divergence: _Divergence, target: Tensor, scale: Tensor | None, options: Options, settings: PassSettings,
         loss: Tensor,
     ) -> None:  # fmt: skip
         self._divergence, self._target, self._scale = divergence, target, scale
-        self._options, self._gradient, self._loss = options, gradient, loss
+        self._options, self._loss = options, loss
+        self._gradient, self._shard = settings.wanted.any, settings.shard
 
     def take(self, z: Tensor, rows: slice) -> None:
         target, loss = self._target[rows], self._loss[rows]
+        if self._shard.group:
+            whole = sharded_cross_entropy(z, target, loss, self._options, self._shard)
+            self._divergence.overwrite_shard(z, rows, None if self._scale is None else (self._scale[rows], whole))
+            return
         largest, log_sum = (torch.empty_like(loss) for _ in range(2))
         cross_entropy_rows(z, target, None, loss, self._options, False, largest=largest, log_sum=log_sum)
         labels = None if self._scale is None else Labels(self._scale[rows], largest, log_sum, z.shape[1])
@@ -135,7 +165,7 @@ def topk_and_gradients(
     plan = plan_chunks(x, weight.shape, settings.wanted.dw, settings.exact, settings.chunk_bytes)
     loss = x.new_empty(x.shape[0], dtype=accumulator(x.dtype))
     taken = _TopK(target, tokens, log_probs, scale, options, settings.wanted.any, loss)
-    run = HeadPass(x, weight, bias, unsharded(weight.shape[0]), settings.wanted, fp32_dw=plan.fp32_dw)
+    run = HeadPass(x, weight, bias, settings.shard, settings.wanted, fp32_dw=plan.fp32_dw)
     return loss, run.run_chunks(taken, plan.chunk_rows, x.new_empty(plan.buffer_size), plan.panels_size)
 
 
