@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 from safetensors import safe_open
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PretrainedConfig
 from transformers.utils import cached_file
 
 from strata_platform.redact import redacted
@@ -22,7 +22,8 @@ from tasks.runtime.export.adapter_export import export_adapter
 from tasks.runtime.export.check_folder import expected_of, media_results, verify
 from tasks.runtime.export.publish import PROCESSOR_FILES, RECORD, publish
 from tasks.runtime.export.serving_formats import write_formats
-from tasks.runtime.models.build import PRESETS, set_special_tokens
+from tasks.runtime.models.build import PRESETS, load_config, set_special_tokens
+from tasks.runtime.models.score_head import class_of
 from tasks.runtime.models.trained_weights import build_trained_model
 from tasks.runtime.preflight import run_checks
 from tasks.runtime.process.ranks import Processes
@@ -32,6 +33,13 @@ from tasks.runtime.run_folder.metrics_file import read_points
 from tasks.runtime.run_folder.record import CompletionRecord
 
 log = logging.getLogger(__name__)
+# The class that builds a model → the task that the Hub lists it under, and what reads its input.
+_USES = {
+    "AutoModelForCausalLM": ("text-generation", "tokenizer"),
+    "AutoModelForSequenceClassification": ("text-classification", "tokenizer"),
+    "AutoModelForImageTextToText": ("image-text-to-text", "processor"),
+    "AutoModelForMultimodalLM": ("audio-text-to-text", "processor"),
+}
 
 
 def export(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights: Path) -> RunFolder:
@@ -51,7 +59,7 @@ def export(spec: RunSpec, record: CompletionRecord, data: PreparedData, weights:
     temporary = folder.root / ".model.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     write_model(spec, data, weights, temporary)
-    card = model_card(spec, record, parameters=_parameters(temporary))
+    card = model_card(spec, record, load_config(spec.model), parameters=_parameters(temporary))
     (temporary / "README.md").write_text(card, encoding="utf-8")
     # Users of the model do not need the path of the run's folder.
     record.model_copy(update={"checkpoint": Path(record.checkpoint).name}).save(temporary / RECORD)
@@ -130,11 +138,13 @@ def _parameters(folder: Path) -> int:
     return total
 
 
-def model_card(spec: RunSpec, record: CompletionRecord, *, parameters: int | None = None) -> str:
+def model_card(
+    spec: RunSpec, record: CompletionRecord, config: PretrainedConfig, *, parameters: int | None = None
+) -> str:
     """A model card: base model, data, steps, losses, and how to load the model.
 
-    The card is public: it names local files and folders without their path. `parameters`: those of the exported model,
-    by default those of training.
+    The card is public: it names local files and folders without their path. `config`: of the model. `parameters`: those
+    of the exported model, by default those of training.
     """
     base = (
         "trained from scratch"
@@ -150,10 +160,11 @@ def model_card(spec: RunSpec, record: CompletionRecord, *, parameters: int | Non
     source = redacted(", ".join(Path(name).name if Path(name).is_absolute() else name for name in sources))
     versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
     size = parameters or record.parameters
-    loader = "AutoModelForSequenceClassification" if spec.model.head == "score" else "AutoModelForCausalLM"
+    loader = class_of(spec.model.head, config).__name__
+    task, reader = _USES[loader]
     about = ModelCardData(
         library_name="transformers",
-        pipeline_tag="text-classification" if spec.model.head == "score" else "text-generation",
+        pipeline_tag=task,
         tags=["strata", spec.objective.type],
         **_origin(spec.model),
     )
@@ -167,10 +178,10 @@ def model_card(spec: RunSpec, record: CompletionRecord, *, parameters: int | Non
 and {record.tokens:,} tokens. {_losses(record)}
 {_scores(record)}
 ```python
-from transformers import {loader}, AutoTokenizer
+from transformers import {loader}, Auto{reader.title()}
 
 model = {loader}.from_pretrained("path/to/this/folder")
-tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+{reader} = Auto{reader.title()}.from_pretrained("path/to/this/folder")
 ```
 
 Spec `{record.spec_hash}`, seed {spec.seed}; {versions}. `strata_record.json` holds the completion record.
@@ -190,6 +201,9 @@ def _origin(model: Model) -> dict[str, Any]:
         return {}
     is_local = folder.is_dir()
     origin = {} if is_local else {"base_model": name}
+    if is_local and not (folder / "README.md").is_file():
+        log.info("model card: no license, because %s has no README.md", name)
+        return origin
     try:
         card = folder / "README.md" if is_local else hf_hub_download(name, "README.md", revision=model.revision)
         known = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()

@@ -1,5 +1,6 @@
 """The exported folder appears whole, and a killed export leaves nothing that stays."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,9 @@ from tasks.runtime.export import export_model
 from tasks.runtime.export.export_model import _replace, _stop_at, model_card
 from tasks.runtime.export.publish import RECORD as RECORD_FILE
 from tasks.runtime.export.publish import _require_exported
+from tasks.runtime.models.build import load_config
+from tests.runtime.helpers.audio_models import qwen2_audio
+from tests.runtime.helpers.vision_models import qwen2_5_vl
 from tests.runtime.report.test_report import RECORD
 
 
@@ -37,14 +41,29 @@ def test_what_the_model_writes_ends_where_it_learned_to(makers, learned, ends):
 
 def test_the_card_does_not_say_what_opens_the_data():
     spec = RunSpec.model_validate({"data": {"source": "https://host/rows.jsonl?X-Signature=hidden"}})
-    assert "on `https://host/rows.jsonl?...`" in model_card(spec, RECORD)
+    assert "on `https://host/rows.jsonl?...`" in model_card(spec, RECORD, LlamaConfig())
+
+
+@pytest.mark.parametrize(
+    ("family", "task"), [(qwen2_5_vl, "image-text-to-text"), (qwen2_audio, "audio-text-to-text")], ids=["sees", "hears"]
+)
+def test_a_model_with_other_input_than_text_is_loaded_as_its_card_says(family, task, tmp_path):
+    folder = family(tmp_path / "model", hidden=32)
+    spec = RunSpec.model_validate({"model": {"name": str(folder)}})
+    card = model_card(spec, RECORD, load_config(spec.model))
+    assert ModelCard(card).data.pipeline_tag == task
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    found = {}
+    exec(code.replace("path/to/this/folder", str(folder)), found)
+    assert found["model"].config.model_type == family.__name__
+    assert type(found["processor"]).__name__.endswith("Processor")
 
 
 def test_the_card_names_no_folder_of_the_machine(tmp_path):
     spec = RunSpec.model_validate(
         {"model": {"name": str(tmp_path)}, "data": {"source": [f"{tmp_path}/a.jsonl", "b/c"]}}
     )
-    card = model_card(spec, RECORD)
+    card = model_card(spec, RECORD, LlamaConfig())
     assert f"fine-tuned from `{tmp_path.name}` on `a.jsonl, b/c`" in card
     assert str(tmp_path) not in card and "base_model" not in card and "license" not in card
 
@@ -58,7 +77,7 @@ def test_the_card_says_what_the_model_was_made_from_and_its_licence(tmp_path, mo
         export_model, "hf_hub_download", lambda *a, **k: asked.append((a, k)) or str(tmp_path / "README.md")
     )
     spec = RunSpec.model_validate({"model": {"name": "org/base", "revision": "abc"}, "adapter": {"type": "lora"}})
-    card = model_card(spec, RECORD)
+    card = model_card(spec, RECORD, LlamaConfig())
     assert asked == [(("org/base", "README.md"), {"revision": "abc"})]
     assert "fine-tuned from `org/base` at `abc` by LoRA of rank" in card
     assert ModelCard(card).data.to_dict() == {
@@ -71,7 +90,7 @@ def test_the_card_says_what_the_model_was_made_from_and_its_licence(tmp_path, mo
         "tags": ["strata", "sft"],
     }
     monkeypatch.setattr(export_model, "hf_hub_download", lambda *a, **k: (tmp_path / "none").read_text())
-    assert ModelCard(model_card(spec, RECORD)).data.to_dict().keys() == {
+    assert ModelCard(model_card(spec, RECORD, LlamaConfig())).data.to_dict().keys() == {
         "base_model",
         "library_name",
         "pipeline_tag",
