@@ -7,7 +7,6 @@ from __future__ import annotations
 import csv
 import logging
 import os
-from pathlib import Path
 from typing import NamedTuple
 
 from flytekit import Deck, task
@@ -17,7 +16,7 @@ from flytekit.types.file import FlyteFile
 from strata_platform.spec import RunSpec
 from strata_platform.spec.local_files import require_local_files
 from strata_platform.spec.stages import Stages, before_its_stages, models_used, with_models
-from tasks.paths import file, is_local
+from tasks.paths import fetched, file, is_local
 from tasks.resources import CONTROL_TASK
 from tasks.runtime.preflight import run_checks
 from tasks.runtime.process.log import configure_logging
@@ -80,7 +79,7 @@ def start_from(spec: RunSpec, before: list[RunSpec], records: list[FlyteFile]) -
     configure_logging()
     models: dict[str, str] = {}
     for stage, record in zip(before, records, strict=True):
-        CompletionRecord.load(Path(record.download())).require_complete()
+        CompletionRecord.load(fetched(record)).require_complete()
         folder = RunFolder.of(stage).model
         if not folder.is_dir():
             raise ValueError(
@@ -98,7 +97,7 @@ def summarize(stages: Stages, records: list[FlyteFile]) -> FlyteFile:
     configure_logging()
     specs = stages.stages
     trials = [
-        Trial(spec.name, (spec.objective.type, spec.model.name), CompletionRecord.load(Path(record.download())))
+        Trial(spec.name, (spec.objective.type, spec.model.name), CompletionRecord.load(fetched(record)))
         for spec, record in zip(specs, records, strict=True)
     ]
     fields = ("objective", "model")

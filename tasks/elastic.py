@@ -23,7 +23,7 @@ from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
 
 from strata_platform.outcomes import PREEMPTED
 from strata_platform.spec import RunSpec
-from tasks.paths import directory, is_local
+from tasks.paths import directory, fetched, is_local
 from tasks.runtime.metrics import startup
 from tasks.runtime.process.error_explanations import MemoryKills
 from tasks.runtime.run_folder.kept_logs import kept_logs
@@ -73,7 +73,7 @@ class TrainingTask(PytorchElasticFunctionTask):
         from torch.distributed.elastic.rendezvous import RendezvousError
 
         # The agent downloads the data once for all processes of the pod.
-        kwargs["data"] = FlyteDirectory(kwargs["data"].download())
+        kwargs["data"] = FlyteDirectory(str(fetched(kwargs["data"])))
         startup.mark("data")
         kills = MemoryKills()
         try:

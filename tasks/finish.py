@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from pathlib import Path
 from typing import NamedTuple
 
 from flytekit import Deck, task
@@ -14,7 +13,7 @@ from strata_platform import progress_line
 from strata_platform.pod_settings import RETRIES
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.attempts import retried_by_flyte
-from tasks.paths import directory, file, is_local, is_stored
+from tasks.paths import directory, fetched, file, is_local, is_stored
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.run_folder.kept_logs import kept_logs
 from tasks.runtime.run_folder.record import CompletionRecord
@@ -34,7 +33,7 @@ def finish(spec: RunSpec, record: CompletionRecord, weights: FlyteDirectory, dat
     """Evaluate a complete run, and write the model, the report and the record. The report is also the task's Deck."""
     configure_logging()
     with nullcontext() if is_local() else kept_logs(spec), retried_by_flyte():
-        done = steps.finish(spec, record, Path(weights.download()), Path(data.download()))
+        done = steps.finish(spec, record, fetched(weights), fetched(data))
     Deck("Training", done.report)
     outputs = Exported(directory(done.folder.model), file(done.folder.report), file(done.folder.record))
     if not is_local():

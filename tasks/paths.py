@@ -6,15 +6,17 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from flytekit import FlyteContextManager
 from flytekit.exceptions.base import FlyteException
-from flytekit.exceptions.user import FlyteRecoverableException
+from flytekit.exceptions.user import FlyteDataNotFoundException, FlyteRecoverableException
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
 from tasks.steps.retry import store_pauses
 
+T = TypeVar("T")
 Sleep = Callable[[float], object]
 
 log = logging.getLogger(__name__)
@@ -44,21 +46,41 @@ def file(path: Path | str, sleep: Sleep = time.sleep) -> FlyteFile:
     return FlyteFile.from_source(_stored(path, False, sleep))
 
 
+def fetched(stored: FlyteDirectory | FlyteFile, sleep: Sleep = time.sleep) -> Path:
+    """A copy on this machine of what another task stored, or its path in a local run. Waits for the store likewise.
+
+    Raises FlyteDataNotFoundException at once if the store answers that it is not there.
+    """
+    problem = f"{stored.remote_source or stored.path} could not be read"
+    return Path(_patiently(stored.download, problem, sleep))
+
+
 def _stored(path: Path | str, is_folder: bool, sleep: Sleep) -> str:
     """The address of a copy in the object store."""
     access = FlyteContextManager.current_context().file_access
-    waited = 0.0
-    for pause in (*store_pauses(), None):
+
+    def store() -> str:
         # A new address each time: a folder that is half there would get the next copy inside.
         url = access.get_random_remote_directory() if is_folder else access.get_random_remote_path(str(path))
+        access.put_data(str(path), url, is_multipart=is_folder)
+        return url
+
+    return _patiently(store, f"{path} could not be stored", sleep)
+
+
+def _patiently(call: Callable[[], T], problem: str, sleep: Sleep) -> T:
+    """The result of `call`, which is tried again while the store is away, as long as `store_pauses` says."""
+    waited = 0.0
+    for pause in (*store_pauses(), None):
         try:
-            access.put_data(str(path), url, is_multipart=is_folder)
-            return url
+            return call()
+        except FlyteDataNotFoundException:
+            raise
         except (FlyteException, OSError) as error:
             if not waited:
-                log.warning("%s could not be stored (%s); trying again", path, error)
+                log.warning("%s (%s); trying again", problem, error)
             if pause is None:
-                raise FlyteRecoverableException(f"{path} could not be stored for {waited:.0f} s: {error}") from error
+                raise FlyteRecoverableException(f"{problem} for {waited:.0f} s: {error}") from error
         sleep(pause)
         waited += pause
     raise AssertionError("the last attempt returns or raises")

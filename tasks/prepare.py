@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import NamedTuple
 
 from flytekit import Cache, task
@@ -11,7 +10,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.attempts import retried_by_flyte
-from tasks.paths import directory, is_local, is_stored
+from tasks.paths import directory, fetched, is_local, is_stored
 from tasks.resources import CONTROL_TASK, PREPARE_TASK
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.run_folder import format_versions
@@ -60,14 +59,14 @@ def prepare_share(data: FlyteDirectory, share: str) -> int:
     """Prepare a range of parts, without those that are done, and write them to the store. Returns their number."""
     configure_logging()
     with retried_by_flyte():
-        return steps.prepare_share(Path(data.download()), share)
+        return steps.prepare_share(fetched(data), share)
 
 
 @task(**CONTROL_TASK)
 def complete(data: FlyteDirectory, prepared: list[int]) -> FlyteDirectory:
     """Write the manifests after all parts. `prepared` only makes Flyte wait for them."""
     configure_logging()
-    folder = Path(data.download())
+    folder = fetched(data)
     with retried_by_flyte():
         steps.complete(folder)
     return directory(folder)

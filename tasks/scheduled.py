@@ -15,7 +15,6 @@ import urllib.request
 from collections.abc import Sequence
 from datetime import datetime
 from http.client import HTTPException
-from pathlib import Path
 from typing import Any, Optional
 from urllib.error import HTTPError, URLError
 
@@ -26,6 +25,7 @@ from flytekit.types.file import FlyteFile
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.fields import LONGEST_NAME
+from tasks.paths import fetched
 from tasks.resources import CONTROL_TASK
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.report.numbers import duration
@@ -52,7 +52,7 @@ def dated_spec(spec: RunSpec, kickoff_time: datetime) -> RunSpec:
 def announce(spec: RunSpec, record: FlyteFile, model: FlyteDirectory) -> None:
     """Announce that the run of `spec` is done, with its loss and the address of its model, which is not downloaded."""
     configure_logging()
-    done = CompletionRecord.load(Path(record.download()))
+    done = CompletionRecord.load(fetched(record))
     loss = f"loss {done.train_loss:.4f}"
     if done.eval_loss_after is not None:
         before = "" if done.eval_loss_before is None else f", {done.eval_loss_before:.4f} before"

@@ -15,7 +15,7 @@ from flytekit.types.file import FlyteFile
 from strata_platform.outcomes import PREEMPTED
 from strata_platform.spec import RunSpec, dump_spec
 from strata_platform.spec.grid import Grid
-from tasks.paths import file, is_local
+from tasks.paths import fetched, file, is_local
 from tasks.resources import CONTROL_TASK
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.process.signals import Preempted
@@ -73,7 +73,7 @@ def expand(spec: RunSpec, grid: Grid) -> list[RunSpec]:
 @task(**CONTROL_TASK)
 def read_record(record: FlyteFile) -> CompletionRecord:
     """The completion record of an exported run."""
-    return CompletionRecord.load(Path(record.download()))
+    return CompletionRecord.load(fetched(record))
 
 
 @task(**CONTROL_TASK, enable_deck=True, deck_fields=())

@@ -6,12 +6,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 import flyte
 from flyte.io import Dir, File
 
 from tasks.steps.retry import Retry, store_pauses
 
+T = TypeVar("T")
 Sleep = Callable[[float], Awaitable[object]]
 
 log = logging.getLogger(__name__)
@@ -31,16 +33,28 @@ async def stored(path: Path, sleep: Sleep = asyncio.sleep) -> Dir | File:
     if not path.exists():
         raise FileNotFoundError(f"{path} was to be stored, and is not there")
     kind = Dir if path.is_dir() else File
+    return await _patiently(lambda: kind.from_local(str(path)), f"{path} could not be stored", sleep)
+
+
+async def fetched(folder: Dir, sleep: Sleep = asyncio.sleep) -> Path:
+    """A copy on this machine of a folder that another task stored. Waits for the store in the same way."""
+    return Path(await _patiently(folder.download, f"{folder.path} could not be read", sleep))
+
+
+async def _patiently(call: Callable[[], Awaitable[T]], problem: str, sleep: Sleep) -> T:
+    """The result of `call`, which is tried again while the store is away, as long as `store_pauses` says."""
     waited = 0.0
     for pause in (*store_pauses(), None):
         try:
-            return await kind.from_local(str(path))
+            return await call()
+        except FileNotFoundError:
+            raise
         # The stores' clients have errors of their own.
         except Exception as error:
             if not waited:
-                log.warning("%s could not be stored (%s); trying again", path, error)
+                log.warning("%s (%s); trying again", problem, error)
             if pause is None:
-                raise Retry(f"{path} could not be stored for {waited:.0f} s: {error}") from error
+                raise Retry(f"{problem} for {waited:.0f} s: {error}") from error
         await sleep(pause)
         waited += pause
     raise AssertionError("the last attempt returns or raises")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import nullcontext
-from pathlib import Path
 from typing import NamedTuple
 
 import flyte
@@ -14,7 +13,7 @@ from flyte.io import Dir, File
 from strata_platform import progress_line
 from strata_platform.pod_settings import RETRIES
 from strata_platform.spec import DataRecipe, RunSpec
-from tasks.flyte2.files import is_local, stored
+from tasks.flyte2.files import fetched, is_local, stored
 from tasks.flyte2.final_errors import final_unless_retried
 from tasks.flyte2.pod_overrides import IMAGE, size
 from tasks.runtime.metrics import startup
@@ -76,7 +75,7 @@ async def prepare(recipe: DataRecipe, output: str, url: str) -> Prepared:
 async def prepare_share(data: Dir, share: str) -> int:
     """Prepare a range of parts, without those that are done, and write them to the store. Returns their number."""
     configure_logging()
-    folder = Path(await data.download())
+    folder = await fetched(data)
     with final_unless_retried():
         return prepare_step.prepare_share(folder, share)
 
@@ -85,7 +84,7 @@ async def prepare_share(data: Dir, share: str) -> int:
 async def complete(data: Dir) -> Dir:
     """Write the manifests after all parts."""
     configure_logging()
-    folder = Path(await data.download())
+    folder = await fetched(data)
     with final_unless_retried():
         prepare_step.complete(folder)
     return await stored(folder)
@@ -95,7 +94,7 @@ async def complete(data: Dir) -> Dir:
 async def train(spec: RunSpec, data: Dir) -> Trained:
     """Train in all processes of this pod, under an elastic agent."""
     startup.mark_pod()
-    folder = Path(await data.download())
+    folder = await fetched(data)
     startup.mark("data")
     with final_unless_retried(), nullcontext() if is_local() else kept_logs(spec) as keep_the_rest:
         record, weights = train_in_pod(spec, folder, keep_the_rest)
@@ -107,7 +106,7 @@ async def train(spec: RunSpec, data: Dir) -> Trained:
 async def finish(spec: RunSpec, record: CompletionRecord, weights: Dir, data: Dir) -> Exported:
     """Evaluate a complete run, and write the model, the report and the record. The report is also the task's."""
     configure_logging()
-    folders = Path(await weights.download()), Path(await data.download())
+    folders = await fetched(weights), await fetched(data)
     with final_unless_retried(), nullcontext() if is_local() else kept_logs(spec):
         done = finish_step.finish(spec, record, *folders)
     await flyte.report.replace.aio(done.report)

@@ -232,3 +232,23 @@ def test_a_folder_that_is_not_there_is_not_waited_for(tmp_path, flyte_2):
 
     with pytest.raises(FileNotFoundError, match="lost"):
         asyncio.run(stored(tmp_path / "lost", sleep))
+
+
+def test_a_store_that_is_away_when_a_folder_is_read_is_waited_for(tmp_path, flyte_2, monkeypatch):
+    from flyte.io import Dir
+
+    from tasks.flyte2.files import fetched
+
+    (tmp_path / "data").mkdir()
+    folder, pauses, download = asyncio.run(Dir.from_local(str(tmp_path / "data"))), [], Dir.download
+
+    async def away(self, *arguments):
+        if len(pauses) < 3:
+            raise ConnectionError("no route to the store")
+        return await download(self, *arguments)
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+
+    monkeypatch.setattr(Dir, "download", away)
+    assert asyncio.run(fetched(folder, sleep)).is_dir() and pauses == [1, 2, 4]

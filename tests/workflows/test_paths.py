@@ -7,7 +7,7 @@ import pytest
 from flytekit.core.context_manager import FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.core.type_engine import TypeEngine
-from flytekit.exceptions.user import FlyteRecoverableException
+from flytekit.exceptions.user import FlyteDataNotFoundException, FlyteRecoverableException
 from flytekit.types.directory import FlyteDirectory
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -28,7 +28,7 @@ class Away(MemoryFileSystem):
 
     protocol = "away"
     store, pseudo_dirs = {}, [""]
-    is_away = True
+    is_away, read = True, 0
 
     @classmethod
     def _strip_protocol(cls, path):
@@ -39,6 +39,17 @@ class Away(MemoryFileSystem):
             raise ConnectionError("no route to the store")
         return super().put(*arguments, **options)
 
+    def get_file(self, *arguments, **options):
+        if self.is_away and self.read:
+            raise ConnectionError("no route to the store")
+        type(self).read += 1
+        return super().get_file(*arguments, **options)
+
+    def exists(self, *arguments, **options):
+        if self.is_away:
+            raise ConnectionError("no route to the store")
+        return super().exists(*arguments, **options)
+
 
 fsspec.register_implementation("away", Away, clobber=True)
 
@@ -48,6 +59,7 @@ def store(tmp_path, monkeypatch):
     """Where Flyte's tasks write."""
     monkeypatch.setattr(paths, "is_local", lambda: False)
     monkeypatch.setattr(Away, "is_away", True)
+    monkeypatch.setattr(Away, "read", 0)
     access = FileAccessProvider(str(tmp_path / "sandbox"), "away://bucket/run")
     context = FlyteContextManager.current_context()
     with FlyteContextManager.with_context(context.with_file_access(access)):
@@ -79,4 +91,44 @@ def test_a_store_that_stays_away_is_a_matter_for_another_attempt(weights, store)
     pauses = []
     with pytest.raises(FlyteRecoverableException, match=r"weights could not be stored for 8\d\d s: "):
         paths.directory(weights, pauses.append)
+    assert 870 < sum(pauses) <= 900
+
+
+def handed(url):
+    """A folder as the next task gets it."""
+    context = FlyteContextManager.current_context()
+    literal = TypeEngine.to_literal(
+        context, FlyteDirectory.from_source(url), FlyteDirectory, TypeEngine.to_literal_type(FlyteDirectory)
+    )
+    return TypeEngine.to_python_value(context, literal, FlyteDirectory)
+
+
+def test_a_store_that_goes_away_within_a_download_gives_the_whole_folder_later(weights, store, monkeypatch):
+    monkeypatch.setattr(store, "is_away", False)
+    folder, pauses = handed(paths.directory(weights).remote_source), []
+    monkeypatch.setattr(store, "is_away", True)
+
+    def sleep(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            store.is_away = False
+
+    copy = paths.fetched(folder, sleep)
+    assert pauses == [1, 2, 4] and store.read > 1, "it gave a part before it went away"
+    found = {str(file.relative_to(copy)): file.read_text() for file in copy.rglob("*") if file.is_file()}
+    assert found == {"metrics.jsonl": "{}", "inner/model.safetensors": "weights"}
+    store.is_away = True
+    assert paths.fetched(folder, sleep) == copy and (copy / "metrics.jsonl").exists()
+
+
+def test_what_the_store_does_not_have_is_not_waited_for(store, monkeypatch):
+    monkeypatch.setattr(store, "is_away", False)
+    with pytest.raises(FlyteDataNotFoundException):
+        paths.fetched(handed("away://bucket/run/removed"), pytest.fail)
+
+
+def test_what_cannot_be_read_for_long_is_a_matter_for_another_attempt(store):
+    pauses = []
+    with pytest.raises(FlyteRecoverableException, match=r"away://bucket/run/gone could not be read for 8\d\d s: "):
+        paths.fetched(handed("away://bucket/run/gone"), pauses.append)
     assert 870 < sum(pauses) <= 900
