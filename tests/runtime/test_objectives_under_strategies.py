@@ -36,7 +36,7 @@ CELLS = {
     "reward": [("torch", "fsdp", "none"), ("torch", "zero-3", "lora")],
     # Without packing no two processes read the same number of tokens.
     "kto": [("lightning", "fsdp", "none"), ("torch", "ddp", "lora"), ("hf", "zero-3", "none")],
-    "distill": [("hf", "fsdp", "none"), ("torch", "ddp", "lora")],
+    "distill": [("hf", "fsdp", "none"), ("torch", "ddp", "lora"), ("torch", "tensor-parallel", "none")],
     "on-policy": [("torch", "fsdp", "none"), ("lightning", "fsdp", "lora")],
 }  # fmt: skip
 ANSWERS = {"completion_column": "chosen", "packing": False}
@@ -44,11 +44,14 @@ DATA = {"distill": ANSWERS, "on-policy": ANSWERS, "kto": {"packing": False}}
 ON_POLICY = {
     "type": "distill", "on_policy": 1, "weight": 1, "divergence": "reverse_kl", "generation": {"max_new_tokens": 8}
 }  # fmt: skip
+PARALLEL = {f"zero-{stage}": {"type": "deepspeed", "stage": stage} for stage in (2, 3)}
+PARALLEL["tensor-parallel"] = {"type": "fsdp", "tensor_parallel": 2}
 NAMES = [(objective, *cell) for objective, cells in CELLS.items() for cell in cells]
 
 
 def make_spec(output, name, objective, framework, strategy, adapter, processes):
     """Four rows a step, however they are spread."""
+    readers = 1 if strategy == "tensor-parallel" else processes
     return RunSpec.model_validate(
         {
             "name": name,
@@ -63,13 +66,13 @@ def make_spec(output, name, objective, framework, strategy, adapter, processes):
             "objective": (ON_POLICY if objective == "on-policy" else {"type": objective})
             | ({"teacher": f"{output}/teacher"} if objective in ("distill", "on-policy") else {}),
             "adapter": {"type": adapter},
-            "training": {"steps": STEPS, "micro_batch_size": 1, "gradient_accumulation_steps": 4 // processes},
+            "training": {"steps": STEPS, "micro_batch_size": 1, "gradient_accumulation_steps": 4 // readers},
             "optimizer": {"lr": 1e-3},
             "checkpoint": {"every": SAVED, "keep_last": STEPS},
             "evaluation": {"samples": 1, "max_new_tokens": 4, "every": SAVED},
             "tracking": {"log_every": 1, "report_to": []},
             "runtime": {"framework": framework},
-            "parallel": {"type": "deepspeed", "stage": int(strategy[-1])} if "zero" in strategy else {"type": strategy},
+            "parallel": PARALLEL.get(strategy, {"type": strategy}),
             "topology": {"nproc_per_node": processes},
         }
     )

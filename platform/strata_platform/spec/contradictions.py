@@ -242,11 +242,24 @@ def _tensor_parallel(spec: RunSpec) -> Iterator[Contradiction]:
         "parallel.tensor_parallel to 1, or optimizer.type to 'adamw'",
     )
     yield Contradiction(
-        spec.objective.type not in ("pretrain", "sft"),
+        spec.objective.type not in ("pretrain", "sft", "distill"),
         (field, "objective.type"),
         f"{ways} shards the output head, but objective.type '{spec.objective.type}' needs the whole one; set "
-        "parallel.tensor_parallel to 1, or objective.type to 'pretrain' or 'sft'",
+        "parallel.tensor_parallel to 1, or objective.type to 'pretrain', 'sft' or 'distill'",
     )
+    if spec.objective.type == "distill":
+        yield Contradiction(
+            spec.objective.teacher is None,
+            (field, "objective.teacher"),
+            f"{ways} shards the output head, but without objective.teacher the likeliest tokens of the data need the "
+            "whole one; set parallel.tensor_parallel to 1, or objective.teacher",
+        )
+        yield Contradiction(
+            spec.objective.on_policy > 0,
+            (field, "objective.on_policy"),
+            f"{ways} shards the model that would write answers; set parallel.tensor_parallel to 1, or leave "
+            "objective.on_policy out",
+        )
 
 
 def _context_parallel(spec: RunSpec) -> Iterator[Contradiction]:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from strata_platform.spec import RunSpec
 from strata_platform.spec.model import Model
 from strata_platform.spec.objectives import Distill as Settings
-from strata_platform.spec.run_spec import Objective
+from strata_platform.spec.run_spec import Objective, Parallel
 from tasks.runtime.checkpoint.state import dtypes_of, model_tensors, set_dtypes
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import Batch
@@ -35,6 +35,7 @@ from tasks.runtime.models.varlen_attention import set_varlen_attention, uses_var
 from tasks.runtime.objectives.head_sums import Head
 from tasks.runtime.objectives.objective import model_inputs, without_varlen_inputs
 from tasks.runtime.parallel import Strategy
+from tasks.runtime.parallel.tensor import require_tensor_parallel_support
 from tasks.runtime.process.errors import Unreachable
 from tasks.runtime.process.ranks import Processes
 
@@ -72,7 +73,7 @@ class Teacher:
         """
         spec = self._own
         try:
-            processes.on_main(lambda: _require_fit(spec.model, data, spec.data.sequence_length))
+            processes.on_main(lambda: _require_fit(spec.model, spec.parallel, data, spec.data.sequence_length))
             teacher = build_model(spec.model, spec.seed) if processes.is_main else build_model_on_meta(spec.model)
             self.fingerprint = processes.on_main(lambda: _checked_fingerprint(teacher, spec))
             self._adopt(teacher)
@@ -145,10 +146,11 @@ def require_same_tokens(objective: Objective, data: PreparedData) -> None:
         )
 
 
-def _require_fit(teacher: Model, data: PreparedData, sequence_length: int) -> None:
-    """Raises ValueError if the teacher has too few positions or token embeddings for the rows."""
+def _require_fit(teacher: Model, parallel: Parallel, data: PreparedData, sequence_length: int) -> None:
+    """Raises ValueError if the teacher has too few positions or token embeddings for the rows, or cannot be sharded."""
     require_position_embeddings(teacher, sequence_length)
     require_embeddings(teacher, data)
+    require_tensor_parallel_support(teacher, parallel)
 
 
 def _checked_fingerprint(teacher: PreTrainedModel, spec: RunSpec) -> str:

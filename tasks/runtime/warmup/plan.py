@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -23,6 +23,7 @@ from tasks.runtime.models.build import build_planning_model, compute_dtype, has_
 from tasks.runtime.models.float8 import quantize_frozen_weights
 from tasks.runtime.models.lora import add_adapter
 from tasks.runtime.objectives import build_validation_objective
+from tasks.runtime.objectives.distill import Distill
 from tasks.runtime.objectives.objective import model_inputs
 from tasks.runtime.objectives.training_step import TrainingStep, build_training_step
 from tasks.runtime.optim.rounding import ROUNDINGS
@@ -53,7 +54,9 @@ def plan_kernels(spec: RunSpec) -> Plan:
         objective.before_step(model, [batch], Processes())
         objective.micro_batch_loss(model, batch, objective.count(batch))
 
-    with _sharded_as_in_training(model, spec.parallel, fused_loss=spec.fused_loss):
+    teacher = step.objective.teacher if isinstance(step.objective, Distill) else None
+    sharded = [model] if teacher is None or teacher.model is None else [model, teacher.model]
+    with _sharded_as_in_training(sharded, spec.parallel, fused_loss=spec.fused_loss):
         tokens = first["input_ids"].numel()
         plan = record_row_buckets(model, tokens, partial(forward_backward, first))
         for batch in others:
@@ -107,18 +110,22 @@ def _batches(step: TrainingStep, spec: RunSpec) -> list[Batch]:
 
 
 @contextmanager
-def _sharded_as_in_training(model: PreTrainedModel, parallel: Parallel, *, fused_loss: bool) -> Iterator[None]:
-    """Within the block, `model` is the shard of one rank of a tensor- or expert-parallel group. The others are fake."""
+def _sharded_as_in_training(
+    models: Sequence[PreTrainedModel], parallel: Parallel, *, fused_loss: bool
+) -> Iterator[None]:
+    """Within the block, `models` are shards of one rank of a tensor- or expert-parallel group. Other ranks are fake."""
     tp_size, ep_size = parallel.tensor_parallel, parallel.expert_parallel
     if tp_size * ep_size == 1:
         yield
         return
     dist.init_process_group("fake", rank=0, world_size=tp_size * ep_size, store=FakeStore())
     try:
-        if tp_size > 1:
-            apply_tensor_parallel(model, init_device_mesh("cpu", (tp_size,)), whole_logits=not fused_loss)
-        else:
-            apply_expert_parallel(model, init_device_mesh("cpu", (ep_size,)))
+        mesh = init_device_mesh("cpu", (tp_size * ep_size,))
+        for model in models:
+            if tp_size > 1:
+                apply_tensor_parallel(model, mesh, whole_logits=not fused_loss)
+            else:
+                apply_expert_parallel(model, mesh)
         yield
     finally:
         dist.destroy_process_group()

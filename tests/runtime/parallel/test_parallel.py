@@ -171,8 +171,13 @@ def test_a_model_that_needs_whole_rows_is_refused(tmp_path, model_type, changes,
         ),
         ({"optimizer": {"type": "muon"}}, r"tensor_parallel.*'muon' needs whole ones"),
         (
-            {"objective": {"type": "distill", "teacher": "t"}},
-            r"tensor_parallel.*objective\.type 'distill' needs the whole one",
+            {"objective": {"type": "orpo"}, "data": {"source": "d"}},
+            r"tensor_parallel.*objective\.type 'orpo' needs the whole one",
+        ),
+        ({"objective": {"type": "distill"}}, r"tensor_parallel.*without objective\.teacher the likeliest tokens"),
+        (
+            {"objective": {"type": "distill", "teacher": "t", "on_policy": 1, "weight": 1}},
+            r"tensor_parallel.*leave objective\.on_policy out",
         ),
         (
             {**ROWS, "objective": {"type": "dpo"}, "data": {"source": "d"}},

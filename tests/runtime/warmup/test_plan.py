@@ -122,6 +122,16 @@ def test_processes_that_share_rows_compile_for_their_parts():
     assert seen == {("rope_kernel", "H", 2), ("rope_kernel", "K", 1), ("cross_entropy_kernel", "V", 2048)}
 
 
+def test_a_teacher_is_planned_for_the_parts_of_the_vocabulary(tmp_path):
+    config = {**CONFIG, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    cut = {"parallel": {"type": "fsdp", "tensor_parallel": 2}, "topology": {"nproc_per_node": 2}}
+    plan = plan_kernels(spec(tmp_path, objective={"type": "distill", "teacher": str(tmp_path)}, **cut))
+    assert not any("divergence" in item.name for item in plan.specializations)
+    widths = {dict(item.arguments)["V"] for item in plan.specializations if item.name == "cross_entropy_kernel"}
+    assert widths == {CONFIG["vocab_size"] // 2}
+
+
 @pytest.mark.parametrize(("ways", "experts"), [(1, 8), (2, 4), (8, 1)])
 def test_processes_that_share_experts_compile_for_their_parts(tmp_path, ways, experts):
     sizes = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 32}

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..cross_entropy.row_reference import reference_gradient as label_gradient
 from ..cross_entropy.row_statistics import Options, Statistics, losses_of
 from ..cross_entropy.rows import partial_statistics
 from ..divergence.divergence_reference import Form, divergence_terms, gradient_terms
@@ -51,28 +50,31 @@ def sharded_divergence(
     )
     sums = loss.new_zeros(2, loss.shape[0])
     for part in _parts(z.shape[0], both):
-        log_p = _log_probs(z[:, part], form.softcap, form, of_z)
-        log_q = _log_probs(t[:, part], form.teacher_softcap, form, of_t)
+        log_p = _log_probs(z[:, part], form.softcap, form.temperature, of_z)
+        log_q = _log_probs(t[:, part], form.teacher_softcap, form.temperature, of_t)
         sums[0] += divergence_terms(log_p, log_q, form).sum(1)
         sums[1] += gradient_terms(log_p, log_q, form).sum(1)
     divergence, pc_sum = shard.sum_over_shards(sums)
     loss.copy_(divergence.where(counted, 0.0))
     if not gradient:
         return
-    entropy = Options(form.ignore_index, 0.0, 0.0, form.softcap)
-    for part in _parts(z.shape[0], z.shape[1], both):
-        dz = torch.zeros((), dtype=scale.dtype, device=z.device)
+    for part in _parts(z.shape[0], both, z.shape[1]):
+        dz = loss.new_zeros(z.shape[0], part.stop - part.start)
         if part.stop <= both:
-            log_p = _log_probs(z[:, part], form.softcap, form, of_z)
-            log_q = _log_probs(t[:, part], form.teacher_softcap, form, of_t)
-            dz = gradient_terms(log_p, log_q, form) - log_p.exp() * pc_sum[:, None]
-            if form.softcap:
-                dz *= 1 - torch.tanh(z[:, part].to(dz.dtype) / form.softcap).square()
-            dz = (dz / form.temperature * scale[:, None]).where(counted[:, None], 0.0)
+            log_p = _log_probs(z[:, part], form.softcap, form.temperature, of_z)
+            log_q = _log_probs(t[:, part], form.teacher_softcap, form.temperature, of_t)
+            pc = gradient_terms(log_p, log_q, form)
+            dz += (pc - log_p.exp() * pc_sum[:, None]) * (scale / form.temperature)[:, None]
         if labels is not None:
             weight, whole = labels
-            dz = dz + label_gradient(z[:, part], target, weight, whole, entropy, shard.columns(part.start), None)
-        z[:, part] = dz
+            p = _log_probs(z[:, part], form.softcap, 1.0, whole).exp()
+            column = (target - shard.start - part.start)[:, None]
+            is_here = (column >= 0) & (column < p.shape[1])
+            p.scatter_add_(1, column.where(is_here, 0), -is_here.to(p.dtype))
+            dz += p * weight[:, None]
+        if form.softcap:
+            dz *= 1 - torch.tanh(z[:, part].to(dz.dtype) / form.softcap).square()
+        z[:, part] = dz.where(counted[:, None], 0.0)
 
 
 def sharded_cross_entropy(
@@ -93,9 +95,9 @@ def _parts(n_rows: int, *stops: int) -> Iterator[slice]:
         start = stop
 
 
-def _log_probs(z: Tensor, softcap: float, form: Form, whole: Statistics) -> Tensor:
+def _log_probs(z: Tensor, softcap: float, temperature: float, whole: Statistics) -> Tensor:
     """Log-probabilities of some columns, from the statistics of their rows over the whole vocabulary."""
     wide = z.to(whole.largest.dtype)
     wide = softcap * torch.tanh(wide / softcap) if softcap else wide
     # Far from zero, the sum of both would lose digits.
-    return wide / form.temperature - whole.largest[:, None] - whole.log_sum[:, None]
+    return wide / temperature - whole.largest[:, None] - whole.log_sum[:, None]
