@@ -54,7 +54,8 @@ class RowMedia:
         """The documents of a chat with its images or audio; one with the beginning of the chat has the first of them.
 
         Raises:
-            RowError: one cannot be read, or the template has other places for them than the chat.
+            RowError: one cannot be read or is refused by the model's processor, or the template has other places for
+                them than the chat.
             ValueError: the model takes none.
         """
         if not items:
@@ -62,7 +63,13 @@ class RowMedia:
         processor = self.processor(items, row)
         reader = processor.reader(self._data, self.counts)
         contents, opened = zip(*(reader.read(item.value, row) for item in items), strict=True)
-        texts = processor.replacements(list(opened))
+        try:
+            texts = processor.replacements(list(opened))
+        # Some take no images that are hundreds of times as wide as high.
+        except ValueError as error:
+            raise RowError(
+                f"{row.where}: the processor of the model refuses the row's {processor.medium.several}: {error}"
+            ) from error
         self.counts.reduced += processor.reduced(list(opened))
         counts = [_places(segments, processor.placeholder) for segments in documents]
         if (most := max(counts, default=0)) != len(items):

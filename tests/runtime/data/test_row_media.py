@@ -178,6 +178,16 @@ def test_rows_with_bad_images_are_skipped_and_counted(prepared):
     assert manifest.skipped == {"invalid": 1, "no_target": 0, "overlong": 0, "image_size": 1, "audio_length": 0}
 
 
+def test_a_row_whose_image_the_processor_refuses_is_told_and_skipped(prepared, tmp_path):
+    """Qwen's takes none that is more than 200 times as wide as high."""
+    Image.new("RGB", (900, 2)).save(tmp_path / "line.png")
+    rows = [{"messages": ASKED, "images": [name]} for name in ("a.png", "line.png")]
+    told = "line 2: the processor of the model refuses the row.s images: .*ratio.*; correct it"
+    with pytest.raises(ValueError, match=told):
+        prepared(rows)
+    assert prepared(rows, invalid="skip").manifest.skipped["invalid"] == 1
+
+
 def test_no_image_is_cut_by_a_row_that_is_too_short(prepared):
     late = [{"role": "user", "content": "Which? " * 10 + "<image>"}, ASKED[1]]
     rows = [{"messages": late, "images": ["a.png"]}, {"messages": [*ASKED, *ASKED * 20], "images": ["b.png"] * 21}]
