@@ -198,34 +198,40 @@ def costs(
     prices: Annotated[
         Path | None, typer.Option(envvar="STRATA_PRICES", help="File with a table of prices; see docs/estimate.md.")
     ] = None,
+    project: Annotated[list[str] | None, typer.Option(help="Project of a cluster; may be given several times.")] = None,
     format: Annotated[Literal["text", "json"], typer.Option(help="Output format.")] = "text",
     backend: Annotated[
         BackendName, typer.Option(envvar="STRATA_BACKEND", help="This machine, or a cluster.")
     ] = "local",
 ) -> None:
-    """Show the GPU hours and the cost of each person's runs, from the records of complete runs.
+    """Show the GPU hours and the cost of each person's runs: all attempts, however they ended or while they run.
 
-    Counted are the seconds of training steps, times the processes: not starts, repeated steps, evaluation, and runs
-    without a record, whose number is shown. On a cluster, these are the runs of STRATA_PROJECT and STRATA_DOMAIN.
+    Counted is the time for which the attempts held their GPUs. On a cluster, each project is shown for itself; without
+    --project, that of STRATA_PROJECT.
     """
     from strata_platform.costs import CPU, used_by_owner
 
+    if project and backend == "local":
+        raise typer.BadParameter("runs on this machine have no project", param_hint="--project")
+    found = []
     with commands.errors():
-        runs = commands.connect(backend).records(since=time.time() - days * 86400)
-        project = "/".join(project_and_domain()) if backend != "local" else "local"
-        source, table = _price_table(prices, backend)
-        found = used_by_owner(project, runs, table)
-        if table is not None:
-            for kind in sorted({kind for used in found for kind in used.hours} - {CPU, *table.gpus}):
-                _warn_of_no_price(source, table, kind)
+        for each in project or (None,):
+            submissions = commands.connect(backend, project=each).held(since=time.time() - days * 86400)
+            shown = "/".join(project_and_domain(each)) if backend != "local" else "local"
+            source, table = _price_table(prices, backend, each)
+            used_here = used_by_owner(shown, submissions, table)
+            found += used_here
+            if table is not None:
+                for kind in sorted({kind for used in used_here for kind in used.hours} - {CPU, *table.gpus}):
+                    _warn_of_no_price(source, table, kind)
     if format == "json":
         commands.echo_json([asdict(used) for used in found], indent=2)
         return
-    rows = [("PROJECT", "OWNER", "RUNS", "NO RECORD", "GPU HOURS", "CPU HOURS", "COST")]
+    rows = [("PROJECT", "OWNER", "RUNS", "UNKNOWN", "GPU HOURS", "CPU HOURS", "COST")]
     for used in found:
         cost = "no price" if used.cost is None else f"{used.cost:.2f} {used.currency}".rstrip()
         hours = (f"{used.gpu_hours:.2f}", f"{used.hours.get(CPU, 0.0):.2f}")
-        rows.append((project, used.owner or "-", str(used.runs), str(used.without_record), *hours, cost))
+        rows.append((used.project, used.owner or "-", str(used.runs), str(used.unknown), *hours, cost))
     commands.echo_table(rows)
 
 
@@ -316,7 +322,7 @@ def _warn_of_no_price(source: str, table: Prices, kind: str) -> None:
     _warn(f"{source} has no price of {kind}; it has: {', '.join(table.gpus) or 'none'}")
 
 
-def _price_table(file: Path | None, backend: BackendName) -> tuple[str, Prices | None]:
+def _price_table(file: Path | None, backend: BackendName, project: str | None = None) -> tuple[str, Prices | None]:
     """Where prices come from, and the table; None without one. Warns if it cannot be read."""
     from strata_platform.estimate import read_prices
     from strata_platform.estimate.prices import CONFIG_MAP
@@ -326,7 +332,7 @@ def _price_table(file: Path | None, backend: BackendName) -> tuple[str, Prices |
     source = f"the cluster's config map {CONFIG_MAP}"
     if backend != "local":
         try:
-            return source, prices_of_cluster()
+            return source, prices_of_cluster(project)
         except StrataError as error:
             _warn(f"prices are not known: {error}")
     return source, None

@@ -16,13 +16,13 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from strata_platform.backends.backend import Backend, Pause, Retry
 from strata_platform.errors import BackendError, DoesNotFit, SpecError, Unreachable, WaitTimeout
-from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Run
+from strata_platform.runs import Event, Held, LogLine, MetricPoint, Outputs, Run
 
 # The spec's models take longer to import than a look at a run takes.
 if TYPE_CHECKING:
@@ -40,13 +40,18 @@ _PROJECT_AND_DOMAIN = {"STRATA_PROJECT": "flytesnacks", "STRATA_DOMAIN": "develo
 
 
 def connect(
-    backend: BackendName = "local", *, image: str | None = None, version: str | None = None, poll: float = 1.0
+    backend: BackendName = "local",
+    *,
+    image: str | None = None,
+    version: str | None = None,
+    project: str | None = None,
+    poll: float = 1.0,
 ) -> Client:
     """A client of this machine, or of the cluster that the environment names.
 
     KUBECONFIG and, for Flyte, FLYTECTL_CONFIG name the cluster, as for their own tools; STRATA_PROJECT and
-    STRATA_DOMAIN default to flytesnacks and development. `image` and `version`: see FlyteBackend; KubernetesBackend
-    takes an image only.
+    STRATA_DOMAIN default to flytesnacks and development, and `project` replaces the former. `image` and `version`: see
+    FlyteBackend; KubernetesBackend takes an image only.
 
     Raises BackendError if the packages for a cluster are not installed.
     """
@@ -54,32 +59,32 @@ def connect(
         return Client(poll=poll)
     try:
         if backend == "kubernetes":
-            return Client(_kubernetes(image, version), poll=poll)
+            return Client(_kubernetes(image, version, project), poll=poll)
         from strata_platform.backends.flyte import FlyteBackend
     except ModuleNotFoundError as error:
         raise _not_installed(error, backend) from error
-    return Client(FlyteBackend(*project_and_domain(), image=image, version=version), poll=poll)
+    return Client(FlyteBackend(*project_and_domain(project), image=image, version=version), poll=poll)
 
 
-def _kubernetes(image: str | None, version: str | None) -> Backend:
+def _kubernetes(image: str | None, version: str | None, project: str | None) -> Backend:
     from strata_platform.backends.kubernetes import KubernetesBackend
 
     if version is not None:
         raise BackendError("versions are registrations of Flyte; name an image instead", status=422, reason="Invalid")
-    return KubernetesBackend("-".join(project_and_domain()), image=image)
+    return KubernetesBackend("-".join(project_and_domain(project)), image=image)
 
 
 def _not_installed(error: ModuleNotFoundError, extra: str) -> BackendError:
     return BackendError(f"{error.name} is not installed; pip install 'strata-platform[{extra}]'")
 
 
-def project_and_domain() -> tuple[str, str]:
-    """Flyte project and domain, as the environment names them."""
-    project, domain = (os.environ.get(name) or default for name, default in _PROJECT_AND_DOMAIN.items())
-    return project, domain
+def project_and_domain(project: str | None = None) -> tuple[str, str]:
+    """Flyte project and domain, as the environment names them, or `project` in its place."""
+    named, domain = (os.environ.get(name) or default for name, default in _PROJECT_AND_DOMAIN.items())
+    return project or named, domain
 
 
-def prices_of_cluster() -> Prices | None:
+def prices_of_cluster(project: str | None = None) -> Prices | None:
     """The table of prices that the chart put into the namespace of project and domain; None if there is none.
 
     Raises SpecError if the table is not valid, BackendError if the cluster does not answer.
@@ -90,7 +95,7 @@ def prices_of_cluster() -> Prices | None:
         from strata_platform.backends.kubernetes_objects import Namespace
     except ModuleNotFoundError as error:
         raise _not_installed(error, "kubernetes") from error
-    text = Namespace("-".join(project_and_domain())).text(CONFIG_MAP, KEY)
+    text = Namespace("-".join(project_and_domain(project))).text(CONFIG_MAP, KEY)
     return None if text is None else parse_prices(text, f"the config map {CONFIG_MAP}")
 
 
@@ -197,9 +202,12 @@ class Client:
         """The newest `limit` runs, or all; with `owner` only those that this person submitted."""
         return self.backend.list(limit, owner)
 
-    def records(self, *, since: float = 0.0) -> Iterator[tuple[Run, Mapping[str, Any] | None]]:
-        """The runs submitted since a time, the newest first, each with its completion record if it succeeded."""
-        return self.backend.records(since)
+    def held(self, *, since: float = 0.0) -> Iterator[tuple[Run, Sequence[Held] | None]]:
+        """What every submission since a time held, the newest first, however it ended; None if that is not known.
+
+        A run that was submitted several times comes several times.
+        """
+        return self.backend.held(since)
 
     def _require_fit(self, spec: RunSpec) -> None:
         try:

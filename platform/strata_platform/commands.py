@@ -253,9 +253,16 @@ def outputs(
             typer.echo(f"{kind:<8}{path}")
 
 
-def connect(backend: BackendName, *, image: str | None = None, version: str | None = None, poll: float = 1.0) -> Client:
+def connect(
+    backend: BackendName,
+    *,
+    image: str | None = None,
+    version: str | None = None,
+    project: str | None = None,
+    poll: float = 1.0,
+) -> Client:
     """A client for a terminal."""
-    client = clients.connect(backend, image=image, version=version, poll=poll)
+    client = clients.connect(backend, image=image, version=version, project=project, poll=poll)
     # Errors arrive as exceptions; flytekit, if it logs in, would add a traceback for each open connection at exit.
     logging.getLogger("flytekit").setLevel(logging.CRITICAL)
     return client

@@ -1,36 +1,34 @@
-"""What runs have used: GPU hours and their price, by project and owner, from the records of complete runs.
-
-A record counts the seconds of the steps that the model was trained with, times the run's processes. Starts, steps that
-were repeated after a restart, evaluation and runs without a record are not in it: a lower bound of what was held.
-"""
+"""What runs have held: GPU hours and their price, by project and owner, over all attempts, however they ended."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from strata_platform.estimate.gpus import gpu_kind
-from strata_platform.runs import Run
+from strata_platform.runs import Held, Run
 
 if TYPE_CHECKING:
     from strata_platform.estimate import Prices
 
 CPU = "cpu"
 """The kind of device of runs without a GPU."""
+UNNAMED = "unnamed GPU"
+"""The kind of GPUs of runs whose spec does not name their model."""
 
 
 @dataclass(slots=True)
 class Used:
-    """What the runs of one owner in one project have used."""
+    """What the runs of one owner in one project have held."""
 
     project: str
     owner: str
     runs: int = 0
-    without_record: int = 0
-    """Runs that have not ended, or not as complete; what they used is not known."""
+    unknown: int = 0
+    """Submissions of which it is not known what they held."""
     hours: dict[str, float] = field(default_factory=dict)
-    """Hours of processes that trained, by GPU model, or `cpu`."""
+    """Hours of GPUs, by model, and of processes on CPUs as `cpu`."""
     cost: float | None = None
     """Of the GPU hours; None if a GPU model has no price."""
     currency: str = ""
@@ -42,23 +40,23 @@ class Used:
 
 
 def used_by_owner(
-    project: str, runs: Iterable[tuple[Run, Mapping[str, Any] | None]], prices: Prices | None
+    project: str, submissions: Iterable[tuple[Run, Sequence[Held] | None]], prices: Prices | None
 ) -> list[Used]:
-    """What each owner's runs have used, the most GPU hours first. `runs`: each with its record, if it has one."""
+    """What each owner's runs have held, the most GPU hours first. `submissions`: each with what it held, if known."""
     found: dict[str, Used] = {}
-    for run, record in runs:
+    names: set[tuple[str, str]] = set()
+    for run, held in submissions:
         used = found.setdefault(run.owner, Used(project, run.owner))
-        used.runs += 1
-        if record is None:
-            used.without_record += 1
-            continue
-        device = str(record["device"])
-        kind = CPU if device.startswith("CPU") else gpu_kind(device) or device
-        used.hours[kind] = used.hours.get(kind, 0.0) + record["seconds"] * record["world_size"] / 3600
+        used.runs += (run.owner, run.name) not in names
+        names.add((run.owner, run.name))
+        used.unknown += held is None
+        for each in held or ():
+            kind = CPU if each.gpu is None else gpu_kind(each.gpu) or each.gpu or UNNAMED
+            used.hours[kind] = used.hours.get(kind, 0.0) + each.seconds * each.processes / 3600
     for used in found.values():
-        each = {kind: None if prices is None else prices.of(kind) for kind in used.hours if kind != CPU}
-        known = {kind: price for kind, price in each.items() if price is not None}
-        if len(known) == len(each):
+        each_price = {kind: None if prices is None else prices.of(kind) for kind in used.hours if kind != CPU}
+        known = {kind: price for kind, price in each_price.items() if price is not None}
+        if len(known) == len(each_price):
             used.cost = sum(price.amount * used.hours[kind] for kind, price in known.items())
             used.currency = prices.currency if prices else ""
     return sorted(found.values(), key=lambda used: (-used.gpu_hours, used.owner))

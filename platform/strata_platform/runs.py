@@ -221,6 +221,17 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """Machines that an attempt of a run, or its evaluation, held for a time."""
+
+    seconds: float
+    processes: int
+    """One for each GPU, or on the CPU."""
+    gpu: str | None
+    """The GPU model, as the spec or the driver names it; empty if neither does, None on the CPU."""
+
+
+@dataclass(frozen=True, slots=True)
 class Outputs:
     """The outputs of a run: paths, or URLs in the object store."""
 

@@ -11,7 +11,7 @@ assert client.wait("run").loss == 1.0
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -22,7 +22,7 @@ from strata_platform.errors import NotReady, RunExists, RunNotFound
 from strata_platform.estimate import Gpu
 from strata_platform.owner import this_user
 from strata_platform.run_layout import RunLayout
-from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run, Stage
+from strata_platform.runs import Event, Held, LogLine, MetricPoint, Outputs, Phase, Run, Stage
 from strata_platform.spec import RunSpec
 from strata_platform.spec.run_spec import Resources, Topology
 
@@ -155,8 +155,8 @@ class FakeBackend:
         found = [run for run in map(self._run, self._runs) if owner in (None, run.owner)]
         return sorted(found, key=lambda run: run.submitted or 0.0, reverse=True)[:limit]
 
-    def records(self, since: float) -> Iterator[tuple[Run, Mapping[str, Any] | None]]:
-        """The runs, without a record."""
+    def held(self, since: float) -> Iterator[tuple[Run, Sequence[Held] | None]]:
+        """The runs; what they held is not known."""
         return ((run, None) for run in self.list(None, None) if (run.submitted or 0.0) >= since)
 
     def _find(self, name: str) -> _FakeRun:

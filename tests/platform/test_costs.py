@@ -1,4 +1,4 @@
-"""What runs have used, from their records: hours by GPU model, and their price where there is one."""
+"""What runs have held: hours by GPU model over all attempts, and their price where there is one."""
 
 import json
 from types import SimpleNamespace
@@ -6,55 +6,71 @@ from types import SimpleNamespace
 from typer.testing import CliRunner
 
 from strata_platform.backends.local import LocalBackend
+from strata_platform.backends.run_state import RunFiles
 from strata_platform.cli import app
 from strata_platform.costs import used_by_owner
 from strata_platform.estimate import Prices
-from strata_platform.runs import Phase, Run
+from strata_platform.runs import Event, Held, Phase, Run
 
-H200 = {"device": "NVIDIA H200", "seconds": 3600.0, "world_size": 8}
+H200 = Held(3600.0, 8, "NVIDIA H200")
+DAY = 86400.0
 
 
-def run(owner, name="r"):
-    return Run(name, "flyte", Phase.SUCCEEDED, owner=owner)
+def run(owner, name="r", phase=Phase.SUCCEEDED):
+    return Run(name, "flyte", phase, owner=owner)
 
 
 def test_hours_are_those_of_all_processes_by_owner_and_cost_what_their_gpu_costs():
     prices = Prices(currency="USD", gpus={"h200": 3.5, "h100": 2.0})
-    runs = [
-        (run("bob"), {"device": "NVIDIA H100 80GB HBM3", "seconds": 1800.0, "world_size": 2}),
-        (run("ada"), H200),
-        (run("ada"), {"device": "NVIDIA H100 80GB HBM3", "seconds": 3600.0, "world_size": 1}),
-        (run("ada"), {"device": "CPU (1 threads)", "seconds": 900.0, "world_size": 2}),
-        (run("ada"), None),
+    submissions = [
+        (run("bob"), [Held(1800.0, 2, "NVIDIA H100 80GB HBM3")]),
+        (run("ada"), [H200, Held(3600.0, 1, "NVIDIA-H100-80GB-HBM3")]),
+        (run("ada", phase=Phase.FAILED), [H200]),
+        (run("ada", "other"), [Held(900.0, 2, None)]),
+        (run("ada", "another"), None),
+        (run("ada", "waits", Phase.QUEUED), []),
     ]
-    ada, bob = used_by_owner("language", runs, prices)
-    assert (ada.owner, ada.runs, ada.without_record) == ("ada", 4, 1)
-    assert ada.hours == {"h200": 8.0, "h100": 1.0, "cpu": 0.5} and ada.gpu_hours == 9.0
-    assert (ada.cost, ada.currency) == (8 * 3.5 + 2.0, "USD")
+    ada, bob = used_by_owner("language", submissions, prices)
+    assert (ada.owner, ada.runs, ada.unknown) == ("ada", 4, 1), "one was submitted twice"
+    assert ada.hours == {"h200": 16.0, "h100": 1.0, "cpu": 0.5} and ada.gpu_hours == 17.0
+    assert (ada.cost, ada.currency) == (16 * 3.5 + 2.0, "USD")
     assert (bob.gpu_hours, bob.cost) == (1.0, 2.0)
 
 
 def test_a_gpu_without_a_price_has_no_cost_and_no_gpu_costs_nothing():
-    unknown = {"device": "Accelerator 9000", "seconds": 3600.0, "world_size": 1}
-    (used,) = used_by_owner("p", [(run("ada"), H200), (run("ada"), unknown)], Prices(gpus={"h200": 1.0}))
-    assert used.cost is None and used.gpu_hours == 9.0
-    (used,) = used_by_owner("p", [(run("ada"), H200)], None)
+    unknown = [Held(3600.0, 1, "Accelerator 9000"), Held(3600.0, 2, "")]
+    (used,) = used_by_owner("p", [(run("ada"), [H200]), (run("ada"), unknown)], Prices(gpus={"h200": 1.0}))
+    assert used.cost is None and used.hours == {"h200": 8.0, "Accelerator 9000": 1.0, "unnamed GPU": 2.0}
+    (used,) = used_by_owner("p", [(run("ada"), [H200])], None)
     assert used.cost is None
-    (used,) = used_by_owner("p", [(run("ada"), {"device": "CPU (2 threads)", "seconds": 1.0, "world_size": 1})], None)
+    (used,) = used_by_owner("p", [(run("ada"), [Held(1.0, 1, None)])], None)
     assert used.cost == 0.0
 
 
-def test_the_table_of_this_machine_reads_the_records_of_its_runs(tmp_path, monkeypatch):
-    """Those submitted in the time that is asked for; one without a record is counted."""
-    monkeypatch.setattr("strata_platform.cli.time", SimpleNamespace(time=lambda: 100 * 86400.0))
-    runs = [
-        Run("new", "local", Phase.SUCCEEDED, submitted=99 * 86400.0, owner="ada", where=str(tmp_path / "new")),
-        Run("failed", "local", Phase.FAILED, submitted=99 * 86400.0, owner="ada", where=str(tmp_path / "failed")),
-        Run("old", "local", Phase.SUCCEEDED, submitted=60 * 86400.0, owner="bob", where=str(tmp_path / "old")),
-    ]
-    for each in runs:
-        (tmp_path / each.name).mkdir()
-        (tmp_path / each.name / "record.json").write_text(json.dumps(H200))
+def test_the_table_of_this_machine_has_every_attempt_of_its_runs(tmp_path, monkeypatch):
+    """Of those submitted in the time that is asked for."""
+    now = 100 * DAY
+    for module in ("cli", "backends.local"):
+        monkeypatch.setattr(f"strata_platform.{module}.time", SimpleNamespace(time=lambda: now))
+    hour, began = 3600.0, now - DAY
+    events = {
+        # Submitted twice: it died once and was canceled, then succeeded.
+        "new": ((0, "Submitted"), (0, "Started"), (1, "Died"), (1, "Started"), (3, "Canceled"), (5, "Submitted"),
+                (5, "Started"), (5.5, "Stage"), (6, "Succeeded")),
+        "goes-on": ((0, "Submitted"), (22, "Started"), (23, "Stage")),
+        "old": ((-1000, "Submitted"), (-1000, "Started"), (-999, "Failed")),
+    }  # fmt: skip
+    phases = {"new": Phase.SUCCEEDED, "goes-on": Phase.RUNNING, "old": Phase.FAILED}
+    runs = []
+    for name, happened in events.items():
+        files = RunFiles(tmp_path / name)
+        files.folder.mkdir(parents=True)
+        files.spec.write_text("topology: {nproc_per_node: 4}\nparallel: {type: ddp}\n")
+        for hours, reason in happened:
+            files.add_event(Event(began + hours * hour, reason, ""))
+        (files.run / "record.json").write_text(json.dumps({"device": "NVIDIA H200"}))
+        submitted = began + happened[0][0] * hour
+        runs.append(Run(name, "local", phases[name], submitted=submitted, owner="ada", where=str(files.run)))
     monkeypatch.setattr(LocalBackend, "list", lambda self, limit, owner: runs)
     (tmp_path / "prices.yaml").write_text("currency: EUR\ngpus: {h200: 2}\n")
 
@@ -64,8 +80,10 @@ def test_the_table_of_this_machine_reads_the_records_of_its_runs(tmp_path, monke
         return done.stdout
 
     head, *lines = rows().splitlines()
+    # 1 + 2 + 1 hours, and two of the one that goes on, of four GPUs.
     assert head.split("  ")[0] == "PROJECT" and [line.split() for line in lines] == [
-        ["local", "ada", "2", "1", "8.00", "0.00", "16.00", "EUR"]
+        ["local", "ada", "2", "0", "24.00", "0.00", "48.00", "EUR"]
     ]
-    (ada, bob) = json.loads(rows("--days", "90", "--format", "json"))
-    assert (ada["owner"], bob["owner"], bob["cost"]) == ("ada", "bob", 16.0)
+    (ada,) = json.loads(rows("--days", "90", "--format", "json"))
+    assert (ada["owner"], ada["runs"], ada["cost"]) == ("ada", 3, 56.0)
+    assert CliRunner().invoke(app, ["costs", "--project", "language"]).exit_code == 2

@@ -32,7 +32,7 @@ def test_a_run_from_its_submission_to_its_outputs(backend, tmp_path):
     ended = client.wait("run", timeout=600)
     assert (ended.phase, ended.stage, ended.step, ended.loss) == (Phase.SUCCEEDED, None, 3, 10 / 3)
     assert [known.name for known in client.list()] == ["run"]
-    assert [known.name for known, _ in client.records(since=0)] == ["run"]
+    assert [known.name for known, _ in client.held(since=0)] == ["run"]
     outputs = client.outputs("run", to=tmp_path / "copy")
     assert all(Path(path).exists() for _, path in outputs.items())
     assert client.cancel("run").phase is Phase.SUCCEEDED

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from strata_platform.errors import BackendError, RunExists, Unreachable
 from strata_platform.estimate.gpus import GPUS, Gpu, gpu_by_name
 from strata_platform.run_layout import RunLayout
-from strata_platform.runs import EvaluationPoint, Event, LogLine, MetricPoint, Outputs, Run, Stage
+from strata_platform.runs import EvaluationPoint, Event, Held, LogLine, MetricPoint, Outputs, Run, Stage
 
 if TYPE_CHECKING:
     from strata_platform.spec import RunSpec
@@ -91,8 +91,8 @@ class Backend(Protocol):
     def list(self, limit: int | None, owner: str | None) -> list[Run]:
         """The newest `limit` runs, or all; with `owner` only those that this person submitted."""
 
-    def records(self, since: float) -> Iterator[tuple[Run, Mapping[str, Any] | None]]:
-        """The runs submitted since a time, the newest first, each with its completion record if it succeeded."""
+    def held(self, since: float) -> Iterator[tuple[Run, Sequence[Held] | None]]:
+        """What every submission since a time held, the newest first, however it ended; None if that is not known."""
 
 
 def execution_name(name: str, number: int) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from math import inf
@@ -26,6 +27,8 @@ from strata_platform.backends.flyte_messages import (
     OWNER,
     created,
     events_of,
+    held_by,
+    is_on_gpus,
     message_of,
     owner_of,
     phase_of,
@@ -40,12 +43,12 @@ from strata_platform.backends.kept_logs import KeptLogs, RunAddress, kept_lines
 from strata_platform.backends.kubernetes_objects import Namespace, require_admission, shape_of
 from strata_platform.backends.pod_logs import PodLogs
 from strata_platform.backends.pod_progress import PodProgress, with_record, with_status
-from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound
+from strata_platform.errors import BackendError, NotReady, Refused, RunExists, RunNotFound, StrataError, Unreachable
 from strata_platform.estimate.gpus import Gpu
 from strata_platform.owner import this_user
 from strata_platform.pod_settings import require_flytes_gpus
 from strata_platform.run_layout import METRICS
-from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run
+from strata_platform.runs import Event, Held, LogLine, MetricPoint, Outputs, Phase, Run
 
 if TYPE_CHECKING:
     from strata_platform.spec import RunSpec
@@ -333,25 +336,6 @@ class FlyteBackend:
             found: dict[str, Any] = json.loads(self._store.read(self._output_uris(execution)["record"]))
         return found
 
-    def _record_of_one_run(self, execution: Execution) -> Mapping[str, Any] | None:
-        """The completion record; None where a rule of the store has removed it or the outputs, or the execution is of
-        another workflow or of several runs.
-        """
-        try:
-            with translated_errors(f"to read the outputs of {run_name(execution)}"):
-                found = self._admin.outputs(execution.id.name)
-            # The record of several runs, as of `workflows/align.py`, is that of the last one.
-            if "table" in found or "record" not in found:
-                return None
-            record: dict[str, Any] = json.loads(self._store.read(found["record"]))
-        except FileNotFoundError:
-            return None
-        except BackendError as error:
-            if error.status != 404:
-                raise
-            return None
-        return record
-
     def _output_uris(self, execution: Execution) -> dict[str, str]:
         """Addresses of the outputs of an execution that succeeded."""
         found = self._admin.outputs(execution.id.name)
@@ -365,17 +349,36 @@ class FlyteBackend:
             )
         return {kind: found[kind] for kind in kinds}
 
-    def records(self, since: float) -> Iterator[tuple[Run, Mapping[str, Any] | None]]:
-        """The records of the newest execution of each run, from the object store."""
-        known: set[str] = set()
+    def held(self, since: float) -> Iterator[tuple[Run, Sequence[Held] | None]]:
+        """Every attempt of training and evaluation that Flyte has a record of, with the GPUs of its spec."""
         with translated_errors("to list runs"):
             for execution in self._admin.executions():
                 if created(execution) < since:
                     return
                 run = self._run(execution)
-                if run.name not in known:
-                    known.add(run.name)
-                    yield run, self._record_of_one_run(execution) if run.phase is Phase.SUCCEEDED else None
+                try:
+                    yield run, self._held_by(run, execution.id.name)
+                except (Refused, Unreachable):
+                    raise
+                except StrataError as error:
+                    # A rule of the store may have removed the inputs.
+                    log.warning("what %s held is not known: %s", run.name, error)
+                    yield run, None
+
+    def _held_by(self, run: Run, execution: str) -> list[Held]:
+        found: list[Held] = []
+        # Of the attempts of a task, which have the same inputs, those are read once.
+        asked: dict[str, Any] = {}
+        with translated_errors(f"to read what {execution} held"):
+            for attempt in self._admin.task_executions(execution):
+                if not is_on_gpus(attempt):
+                    continue
+                node = attempt.id.node_execution_id.node_id
+                if node not in asked:
+                    asked[node] = spec_values(self._admin.task_inputs(attempt.id))
+                if held := held_by(attempt, asked[node], run.ended or time.time()):
+                    found.append(held)
+        return found
 
     def list(self, limit: int | None, owner: str | None) -> list[Run]:
         """The newest runs, each as its newest execution, with the stage of those that have not ended."""

@@ -7,13 +7,13 @@ others log in by it (`flyte_login`).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import grpc
-from flyteidl.admin import common_pb2, execution_pb2, launch_plan_pb2, node_execution_pb2
+from flyteidl.admin import common_pb2, execution_pb2, launch_plan_pb2, node_execution_pb2, task_execution_pb2
 from flyteidl.core import identifier_pb2, literals_pb2
 from flyteidl.service import admin_pb2_grpc
 
@@ -96,16 +96,13 @@ class FlyteAdmin:
         """Executions that pass Flyte's `filters`, the newest first; pages are read as they are needed."""
         scope = common_pb2.NamedEntityIdentifier(project=self.project, domain=self.domain)
         newest = common_pb2.Sort(key="created_at", direction=common_pb2.Sort.DESCENDING)
-        token = ""
-        while True:
-            request = common_pb2.ResourceListRequest(
+        return self._pages(
+            "ListExecutions",
+            "executions",
+            lambda token: common_pb2.ResourceListRequest(
                 id=scope, limit=_PAGE, token=token, sort_by=newest, filters=filters
-            )
-            page = self._call("ListExecutions", request)
-            yield from page.executions
-            token = page.token
-            if not token or not page.executions:
-                return
+            ),
+        )
 
     def create(
         self,
@@ -152,16 +149,43 @@ class FlyteAdmin:
             if node.metadata.is_parent_node or node.metadata.is_dynamic:
                 yield from self.inner_outputs(name, node.id.node_id)
 
+    def task_executions(self, name: str, parent: str = "") -> Iterator[task_execution_pb2.TaskExecution]:
+        """The attempts of every task of an execution, or of the node `parent`."""
+        for node in self._nodes(name, parent):
+            if node.metadata.is_parent_node or node.metadata.is_dynamic:
+                yield from self.task_executions(name, node.id.node_id)
+            else:
+                yield from self._attempts(node.id)
+
+    def _attempts(self, node: identifier_pb2.NodeExecutionIdentifier) -> Iterator[task_execution_pb2.TaskExecution]:
+        return self._pages(
+            "ListTaskExecutions",
+            "task_executions",
+            lambda token: task_execution_pb2.TaskExecutionListRequest(node_execution_id=node, limit=_PAGE, token=token),
+        )
+
+    def task_inputs(self, identifier: identifier_pb2.TaskExecutionIdentifier) -> literals_pb2.LiteralMap:
+        """The inputs of an attempt of a task."""
+        request = task_execution_pb2.TaskExecutionGetDataRequest(id=identifier)
+        return self._call("GetTaskExecutionData", request).full_inputs
+
     def _nodes(self, name: str, parent: str = "") -> Iterator[node_execution_pb2.NodeExecution]:
+        return self._pages(
+            "ListNodeExecutions",
+            "node_executions",
+            lambda token: node_execution_pb2.NodeExecutionListRequest(
+                workflow_execution_id=self.execution_id(name), limit=_PAGE, token=token, unique_parent_id=parent
+            ),
+        )
+
+    def _pages(self, method: str, field: str, request: Callable[[str], Any]) -> Iterator[Any]:
+        """The items of a list of Flyte's; pages are read as they are needed."""
         token = ""
         while True:
-            request = node_execution_pb2.NodeExecutionListRequest(
-                workflow_execution_id=self.execution_id(name), limit=_PAGE, token=token, unique_parent_id=parent
-            )
-            page = self._call("ListNodeExecutions", request)
-            yield from page.node_executions
+            page = self._call(method, request(token))
+            yield from getattr(page, field)
             token = page.token
-            if not token or not page.node_executions:
+            if not token or not getattr(page, field):
                 return
 
     def launch_plan(self, name: str, version: str) -> launch_plan_pb2.LaunchPlan:

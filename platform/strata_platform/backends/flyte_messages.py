@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgpack
 from flyteidl.admin.execution_pb2 import Execution
+from flyteidl.admin.task_execution_pb2 import TaskExecution
 from flyteidl.core import literals_pb2
+from flyteidl.core.execution_pb2 import TaskExecution as Phases
 from flyteidl.core.execution_pb2 import WorkflowExecution
 
-from strata_platform.runs import Event, Phase
+from strata_platform.runs import Event, Held, Phase
 
 if TYPE_CHECKING:
     from strata_platform.spec import RunSpec
@@ -32,6 +36,9 @@ PHASES = {
     WorkflowExecution.TIMED_OUT: Phase.FAILED,
     WorkflowExecution.ABORTED: Phase.ABORTED,
 }
+# Tasks that run on the GPUs of a spec, by the ends of their names: evaluation, and training on pods x processes.
+_FINISH, _TRAINING = "tasks.finish.finish", re.compile(r"tasks\.topology\.train_(\d+)x(\d+)$")
+_ENDS = (Phases.SUCCEEDED, Phases.FAILED, Phases.ABORTED)
 LIVE = "value_in(phase,{})".format(
     ";".join(WorkflowExecution.Phase.Name(phase) for phase, ours in PHASES.items() if not ours.is_end)
 )
@@ -112,3 +119,22 @@ def events_of(execution: Execution) -> list[Event]:
         kind: Literal["normal", "warning"] = "normal" if phase is Phase.SUCCEEDED else "warning"
         found.append(Event(at, phase.value.capitalize(), message_of(execution), kind))
     return found
+
+
+def is_on_gpus(attempt: TaskExecution) -> bool:
+    """Whether the attempt is of a task that runs on the GPUs of the spec: training, or evaluation."""
+    name = attempt.id.task_id.name
+    return name.endswith(_FINISH) or _TRAINING.search(name) is not None
+
+
+def held_by(attempt: TaskExecution, spec: Mapping[str, Any], until: float) -> Held | None:
+    """What an attempt of such a task held, by its inputs; None if it never ran. `until`: of one that has no end."""
+    closure = attempt.closure
+    began = closure.started_at.ToNanoseconds() / 1e9
+    if not began:
+        return None
+    ended = closure.updated_at.ToNanoseconds() / 1e9
+    seconds = closure.duration.ToNanoseconds() / 1e9 or max(ended if closure.phase in _ENDS else until, began) - began
+    shape = _TRAINING.search(attempt.id.task_id.name)
+    gpu = (spec["resources"]["gpu_type"] or "") if spec["resources"]["gpu"] else None
+    return Held(seconds, int(shape[1]) * int(shape[2]) if shape else 1, gpu)

@@ -43,7 +43,7 @@ from strata_platform.kubernetes_api import ApiError, Object
 from strata_platform.owner import owner_of_account, this_user
 from strata_platform.pod_settings import QUEUE, SPEC, check_pods, gpu_resource
 from strata_platform.run_layout import RunLayout
-from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run, Stage
+from strata_platform.runs import Event, Held, LogLine, MetricPoint, Outputs, Phase, Run, Stage
 
 if TYPE_CHECKING:
     from strata_platform.spec import RunSpec
@@ -414,13 +414,26 @@ class KubernetesBackend:
                 found[kind] = Path(copy(found[kind], target))
         return Outputs(**{kind: str(path) for kind, path in found.items()})
 
-    def records(self, since: float) -> Iterator[tuple[Run, Mapping[str, Any] | None]]:
-        """The records of the newest JobSet of each run, from the logs of pods that still exist."""
-        jobs = list(self._newest_of_each().values())
-        for job, run in zip(jobs, self._runs(jobs), strict=True):
-            if (run.submitted or 0.0) >= since:
-                pods = self._namespace().pods(job["metadata"]["name"]) if run.phase is Phase.SUCCEEDED else ()
-                yield run, self._record(pods)
+    def held(self, since: float) -> Iterator[tuple[Run, Sequence[Held] | None]]:
+        """The time for which Kueue admitted each JobSet that exists; without a queue, from its creation to its end."""
+        jobs = sorted(self._namespace().list(JOB_SET.jobs, NAME), key=_made, reverse=True)
+        workloads = self._namespace().list(WORKLOADS)
+        for job in jobs:
+            run = self._run(job, workloads=workloads)
+            if (run.submitted or 0.0) < since:
+                return
+            mine = [workload for workload in workloads if is_of(workload, {job["metadata"]["uid"]})]
+            if QUEUE in labels_of(job) and not mine:
+                log.warning("what %s held is not known: Kueue's workload of %s is gone", run.name, run.where)
+                yield run, None
+                continue
+            until = run.ended or time.time()
+            seconds = sum(_admitted(each, until) for each in mine) if mine else until - (run.submitted or until)
+            spec = json.loads(_text_of_spec(job))
+            resources, topology = spec["resources"], spec["topology"]
+            gpu = (resources["gpu_type"] or "") if resources["gpu"] else None
+            held = Held(seconds, topology["nnodes"] * topology["nproc_per_node"], gpu)
+            yield run, [held] if seconds else []
 
     def list(self, limit: int | None, owner: str | None) -> list[Run]:
         """The newest runs, each as its newest JobSet, with the stage of those that have not ended."""
@@ -450,6 +463,13 @@ def _text_of_spec(job: Object) -> str:
     (inner,) = job["spec"]["replicatedJobs"]
     variables = inner["template"]["spec"]["template"]["spec"]["containers"][0]["env"]
     return str(next(each["value"] for each in variables if each["name"] == SPEC))
+
+
+def _admitted(workload: Object, until: float) -> float:
+    """Seconds for which a workload had its quota, over all its admissions."""
+    past = float((workload.get("status") or {}).get("accumulatedPastExecutionTimeSeconds") or 0)
+    admitted = condition_of(workload, "Admitted") or {}
+    return past + (until - _seconds(admitted["lastTransitionTime"]) if admitted.get("status") == "True" else 0.0)
 
 
 def _may_be_given_up(job: Object) -> bool:

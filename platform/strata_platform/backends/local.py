@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from strata_platform.estimate.gpus import Gpu
 from strata_platform.file_io import acquire_lock
 from strata_platform.owner import this_user
 from strata_platform.run_layout import RunLayout
-from strata_platform.runs import Event, LogLine, MetricPoint, Outputs, Phase, Run
+from strata_platform.runs import Event, Held, LogLine, MetricPoint, Outputs, Phase, Run
 
 if TYPE_CHECKING:
     from strata_platform.spec import RunSpec
@@ -199,13 +199,22 @@ class LocalBackend:
         found = [run for run in runs if owner in (None, run.owner)]
         return sorted(found, key=lambda run: run.submitted or 0.0, reverse=True)[:limit]
 
-    def records(self, since: float) -> Iterator[tuple[Run, Mapping[str, Any] | None]]:
-        """The records in the folders of the registry's runs."""
+    def held(self, since: float) -> Iterator[tuple[Run, Sequence[Held] | None]]:
+        """The attempts in the events of the registry's runs, on the device of the record or this machine's GPU."""
         for run in self.list(None, None):
-            record = RunLayout(Path(run.where)).record
-            if (run.submitted or 0.0) >= since:
-                succeeded = run.phase is Phase.SUCCEEDED and record.exists()
-                yield run, json.loads(record.read_text()) if succeeded else None
+            if (run.submitted or 0.0) < since:
+                continue
+            files = RunFiles(Path(run.where))
+            from strata_platform.spec import load_spec
+
+            spec, record = load_spec(files.spec), RunLayout(files.run).record
+            device = json.loads(record.read_text(encoding="utf-8")).get("device") if record.exists() else None
+            if device is None:
+                found = self.gpu(spec.resources)
+                device = "CPU" if found is None else found.name
+            gpu = None if device.startswith("CPU") else device
+            attempts = [(begin, end) for begin, end in _attempts(run, files) if begin >= since]
+            yield run, [Held(end - begin, spec.topology.world_size, gpu) for begin, end in attempts]
 
     def _files(self, name: str) -> RunFiles:
         files = self._files_of(name)
@@ -288,3 +297,18 @@ def _signal_supervisor(pid: int, files: RunFiles) -> None:
 def _last_line(file: Path) -> str:
     lines = file.read_text(errors="replace").split("\n") if file.exists() else []
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _attempts(run: Run, files: RunFiles) -> list[tuple[float, float]]:
+    """Begin and end of each attempt of all submissions of a run, up to now."""
+    found: list[tuple[float, float]] = []
+    for event in _follow(files, files.events, None):
+        if event["reason"] == "Started":
+            found.append((event["time"], event["time"]))
+        elif event["reason"] != "Submitted" and found:
+            found[-1] = (found[-1][0], event["time"])
+    if found and (not run.is_done or run.phase is Phase.INTERRUPTED):
+        # Of a supervisor that was killed, the last line that it wrote is all that is known.
+        now = time.time() if not run.is_done else files.log.stat().st_mtime if files.log.exists() else 0.0
+        found[-1] = (found[-1][0], max(now, found[-1][1]))
+    return found

@@ -5,6 +5,7 @@ Whole runs on a cluster are in tests/e2e.
 
 import json
 from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -575,44 +576,49 @@ def test_list_and_get_agree_on_what_waits(client, admin, kubernetes, caplog):
     assert caplog.messages == ["which runs wait is not known: Kubernetes refused to list workloads: you may not"]
 
 
-def test_costs_come_from_the_records_and_the_price_list_of_the_cluster(
-    client, admin, kubernetes, tmp_path, monkeypatch
-):
-    """A run counts once, by its newest execution; one that failed has no record, nor has another workflow's, one of
-    several runs, or one that the store has removed.
-    """
-    record = {"device": "NVIDIA H200", "seconds": 1800.0, "world_size": 4}
-    (tmp_path / "record.json").write_text(json.dumps(record))
-    states = {"run": "SUCCEEDED", "run-x2": "SUCCEEDED", "bad": "FAILED"}
-    for name, state in states.items():
-        admin.add(name, getattr(core_pb2.WorkflowExecution, state), name.removesuffix("-x2"), owner="ada")
-        admin.outputs[name] = {kind: f"file://{tmp_path}/record.json" for kind in ("model", "report", "record")}
-    for name, outputs in {
-        "foreign": {"answer": "file:///x"},
-        "stages": admin.outputs["run"] | {"table": "file:///x"},
-        "removed": {kind: f"file://{tmp_path}/gone.json" for kind in ("model", "report", "record")},
-    }.items():
-        admin.add(name, core_pb2.WorkflowExecution.SUCCEEDED, owner="ada")
-        admin.outputs[name] = outputs
+TRAINING, FINISHING, TASK = "tasks.topology.train_2x4", "tasks.finish.finish", core_pb2.TaskExecution
+
+
+def test_costs_are_those_of_every_attempt_that_flyte_knows(client, admin, kubernetes, tmp_path, monkeypatch, caplog):
+    """Of executions that succeeded, failed or run, and of those that were submitted again."""
+    spec = {"name": "run", "resources": {"gpu": 4, "gpu_type": "NVIDIA-H200"}, "parallel": {"type": "ddp"},
+            "topology": {"nnodes": 2, "nproc_per_node": 4}}  # fmt: skip
+    inputs = spec_inputs(RunSpec.model_validate(spec))
+    for name, phase in (("run", "FAILED"), ("run-x2", "SUCCEEDED"), ("goes-on", "RUNNING"), ("removed", "FAILED")):
+        admin.add(name, getattr(core_pb2.WorkflowExecution, phase), name.removesuffix("-x2"), owner="ada")
+        admin.nodes[name, ""] = {f"{name}-n0": True}
+        admin.nodes[name, f"{name}-n0"] = {f"{name}-dn0": False, f"{name}-dn1": False}
+        admin.inputs |= {f"{name}-dn0": inputs, f"{name}-dn1": inputs} if name != "removed" else {}
+    # One that waited only, one that ended the attempt, and one without a duration, as of an abort.
+    admin.attempt("run-dn0", TRAINING, 0, TASK.FAILED, began=None, updated=50)
+    admin.attempt("run-dn0", TRAINING, 1, TASK.FAILED, began=100, seconds=1800)
+    admin.attempt("run-dn0", TRAINING, 2, TASK.ABORTED, began=2000, updated=2900)
+    admin.attempt("run-x2-dn0", TRAINING, 0, TASK.SUCCEEDED, began=100, seconds=2700)
+    admin.attempt("run-x2-dn1", FINISHING, 0, TASK.SUCCEEDED, began=3000, seconds=1800)
+    admin.attempt("run-x2-dn1", "tasks.prepare.prepare", 0, TASK.SUCCEEDED, began=0, seconds=9999)
+    admin.attempt("goes-on-dn0", TRAINING, 0, TASK.RUNNING, began=0)
+    admin.attempt("removed-dn0", TRAINING, 0, TASK.FAILED, began=0, seconds=1800)
+    at = datetime(2026, 11, 22, 1, tzinfo=UTC).timestamp()
+    monkeypatch.setattr("strata_platform.backends.flyte.time", SimpleNamespace(time=lambda: at))
     kubernetes.content["configmaps"]["strata-prices"] = (200, {"prices.yaml": "currency: USD\ngpus: {h200: 3}"})
     monkeypatch.setenv("FLYTECTL_CONFIG", str(tmp_path / "flyte.yaml"))
-    done = CliRunner().invoke(app, ["costs", "--backend", "flyte", "--days", "100000"])
+    options = ["--days", "100000", "--project", "flytesnacks", "--project", "rival"]
+    done = CliRunner().invoke(app, ["costs", "--backend", "flyte", *options])
     assert done.exit_code == 0, done.output
-    assert done.stdout.splitlines()[1].split() == [
-        "flytesnacks/development", "ada", "5", "4", "2.00", "0.00", "6.00", "USD",
-    ]  # fmt: skip
+    # (1800 + 900 + 2700 + 3600) s of eight GPUs, and 1800 s of one.
+    hours, cost = 8 * 9000 / 3600 + 0.5, 3 * (8 * 9000 / 3600 + 0.5)
+    assert [line.split() for line in done.stdout.splitlines()[1:]] == [
+        [f"{project}/development", "ada", "3", "1", f"{hours:.2f}", "0.00", f"{cost:.2f}", "USD"]
+        for project in ("flytesnacks", "rival")
+    ]
+    assert admin.listed == ["flytesnacks", "rival"]
+    assert "what removed held is not known: Flyte refused to read what removed held: the inputs are gone" in caplog.text
 
 
-def test_a_store_that_does_not_answer_ends_costs_in_words_and_get_says_so(
-    client, admin, kubernetes, tmp_path, monkeypatch
-):
+def test_a_store_that_does_not_answer_is_said_by_get(client, admin, tmp_path):
     admin.add("run", core_pb2.WorkflowExecution.SUCCEEDED, owner="ada")
     # Reading a folder fails as no missing file does.
     admin.outputs["run"] = {kind: f"file://{tmp_path}" for kind in ("model", "report", "record")}
-    monkeypatch.setenv("FLYTECTL_CONFIG", str(tmp_path / "flyte.yaml"))
-    done = CliRunner().invoke(app, ["costs", "--backend", "flyte", "--days", "100000"])
-    assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
-    assert f"error: the object store did not give file://{tmp_path}" in done.output
     assert client.get("run").phase is Phase.SUCCEEDED and "the object store did not give" in client.get("run").message
 
 

@@ -18,7 +18,7 @@ from strata_platform.chart import queue_timeout
 from strata_platform.cli import app
 from strata_platform.client import Client
 from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound
-from strata_platform.runs import Phase, Stage
+from strata_platform.runs import Held, Phase, Stage
 from strata_platform.spec import RunSpec
 from tests.platform.helpers.servers import NAMESPACE, Kubernetes, content, workload
 
@@ -333,8 +333,27 @@ def test_progress_and_record_are_those_that_rank_0_reports(server, runs):
     assert [event.message for event in runs.events("bot") if event.reason == "Startup"] == ["imports: 2.50 s"]
     run = runs.get("bot")
     assert (run.phase, run.step, run.loss, run.eval_loss) == (Phase.SUCCEEDED, 9, 0.5, 0.6)
-    assert [(run.name, found) for run, found in runs.records()] == [("bot", record)]
     assert runs.outputs("bot").model == "/runs/bot/model"
+
+
+def test_what_a_run_held_is_the_time_of_its_admissions(server, runs, caplog):
+    queued = SPEC.model_copy(update={"resources": SPEC.resources.model_copy(update={"queue": "research"})})
+    runs.submit(queued)
+    (job,) = server.content["jobsets"][1]
+    mine = workload("w", job["metadata"]["uid"],
+                    Admitted={"status": "True", "lastTransitionTime": "2026-11-22T00:50:00Z"})  # fmt: skip
+    mine["status"]["accumulatedPastExecutionTimeSeconds"] = 900
+    end(server, "Failed")
+    server.content["workloads"] = (200, [mine])
+    assert [held for _, held in runs.held()] == [[Held(900 + 600, 2, None)]]
+    # Preempted, and waiting since then.
+    mine["status"]["conditions"][0]["status"] = "False"
+    assert [held for _, held in runs.held()] == [[Held(900, 2, None)]]
+    del mine["status"]["accumulatedPastExecutionTimeSeconds"]
+    assert [held for _, held in runs.held()] == [[]]
+    server.content["workloads"] = (200, [])
+    assert [held for _, held in runs.held()] == [None]
+    assert "what bot held is not known: Kueue's workload of" in caplog.text
 
 
 def test_a_run_goes_on_while_the_node_of_rank_0_does_not_answer(server, runs):

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qs, quote_plus, urlparse
 
 import grpc
-from flyteidl.admin import execution_pb2, launch_plan_pb2, node_execution_pb2
+from flyteidl.admin import execution_pb2, launch_plan_pb2, node_execution_pb2, task_execution_pb2
 from flyteidl.core import execution_pb2 as core_pb2
 from flyteidl.core import identifier_pb2, literals_pb2
 from flyteidl.service import admin_pb2_grpc, auth_pb2, auth_pb2_grpc
@@ -124,8 +124,8 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
     """Executions of a project, in memory; `refusal` is what the next `refusals` calls are answered instead."""
 
     def __init__(self):
-        self.executions, self.terminated, self.created, self.pages = {}, [], [], 0
-        self.inputs, self.outputs, self.nodes, self.plans, self.active = {}, {}, {}, set(), None
+        self.executions, self.terminated, self.created, self.listed, self.pages = {}, [], [], [], 0
+        self.inputs, self.outputs, self.nodes, self.attempts, self.plans, self.active = {}, {}, {}, {}, set(), None
         self.refusal, self.refusals = None, 0
         self.before_create = lambda name: None
         self.lost_answers, self.lock = 0, threading.Lock()
@@ -180,6 +180,31 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
             found.append(node_execution_pb2.NodeExecution(id=identifier, metadata=metadata))
         return node_execution_pb2.NodeExecutionList(node_executions=found)
 
+    def ListTaskExecutions(self, request, context):
+        return task_execution_pb2.TaskExecutionList(
+            task_executions=self.attempts.get(request.node_execution_id.node_id, [])
+        )
+
+    def GetTaskExecutionData(self, request, context):
+        node = request.id.node_execution_id.node_id
+        if node not in self.inputs:
+            context.abort(grpc.StatusCode.NOT_FOUND, "the inputs are gone")
+        return task_execution_pb2.TaskExecutionGetDataResponse(full_inputs=self.inputs[node])
+
+    def attempt(self, node, task, number, phase, began=None, seconds=0, updated=0):
+        """An attempt of a task that began so many seconds after its execution's day."""
+        identifier = identifier_pb2.TaskExecutionIdentifier(
+            task_id=identifier_pb2.Identifier(resource_type="TASK", name=task),
+            node_execution_id=identifier_pb2.NodeExecutionIdentifier(node_id=node),
+            retry_attempt=number,
+        )
+        closure = task_execution_pb2.TaskExecutionClosure(phase=phase)
+        if began is not None:
+            closure.started_at.FromDatetime(datetime(2026, 11, 22) + timedelta(seconds=began))
+        closure.duration.FromTimedelta(timedelta(seconds=seconds))
+        closure.updated_at.FromDatetime(datetime(2026, 11, 22) + timedelta(seconds=updated))
+        self.attempts.setdefault(node, []).append(task_execution_pb2.TaskExecution(id=identifier, closure=closure))
+
     def GetNodeExecutionData(self, request, context):
         return node_execution_pb2.NodeExecutionGetDataResponse(
             full_outputs=literals(self.outputs.get(request.id.node_id, {}))
@@ -217,6 +242,7 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
     def ListExecutions(self, request, context):
         self._require_token(context)
         self.pages += 1
+        self.listed.append(request.id.project)
         newest = sorted(self.executions.values(), key=lambda found: -found.closure.created_at.seconds)
         if request.filters:
             # value_in(phase,A;B), as flyteadmin reads it.
