@@ -304,8 +304,9 @@ def distributed(output, framework, strategy, adapter):
     processes = 1 if strategy == "single" else 2
     parallel = {"type": "deepspeed", "stage": int(strategy[-1])} if "zero" in strategy else {"type": strategy}
     training = {"steps": STEPS, "micro_batch_size": 2, "gradient_accumulation_steps": 6 // processes}
+    objective = {"beta": 0.1, "num_iterations": 2, **REPLACING, "replacement_rounds": 3}
     return spec_of(
-        output, f"{framework}-{strategy}-{adapter}", {"beta": 0.1, "num_iterations": 2, "filter_groups": True},
+        output, f"{framework}-{strategy}-{adapter}", objective,
         training=training, adapter={"type": adapter}, topology={"nproc_per_node": processes}, parallel=parallel,
         runtime={"framework": framework}, data={"validation_fraction": 0.3}, evaluation={"every": 2, "samples": 0},
     )  # fmt: skip
@@ -448,6 +449,42 @@ def test_groups_without_signal_are_left_out(output):
             assert step.answers == int(step.learned.sum())
     # The same gradient, divided by fewer tokens.
     assert loss_and_norm[True][1] > 1.05 * loss_and_norm[False][1]
+
+
+REPLACING = {
+    "rewards": [{"function": "tests.runtime.helpers.own_rewards:of_late_prompts"}],
+    "filter_groups": True,
+    "replacement_rounds": 20,
+}
+
+
+def test_groups_without_signal_are_replaced(output):
+    """More than half of the prompts have none. A run that is killed draws the same ones."""
+    changes = {"training": {"steps": 4, "micro_batch_size": GROUP, "gradient_accumulation_steps": PROMPTS}}
+    whole, cut = (spec_of(output, f"{name}-replaced", REPLACING, **changes) for name in ("whole", "cut"))
+    steps, _ = recorded(whole), train_spec(cut)
+    for step in steps:
+        assert step.answers == GROUP * PROMPTS and bool(step.learned.all())
+        assert all(prompt.known["prompt"] > "e" for prompt in step.prompts)
+    points = read_points(RunFolder.of(whole).metrics)
+    for step, point in zip(steps, points, strict=True):
+        # Each round draws as many groups as are missing, and fills some.
+        rounds, replaced = point.metrics["replacement_rounds"], point.metrics["replaced_groups"]
+        silent = round(PROMPTS * (1 - point.metrics["groups_with_signal"]))
+        assert silent == sum(prompt.answer >= 1 << 49 for prompt in step.prompts) / GROUP
+        assert silent + rounds - 1 <= replaced <= silent * rounds if silent else rounds == replaced == 0
+    assert len({point.metrics["replacement_rounds"] for point in points}) > 1
+    train_spec(cut, step=2)
+    assert losses(cut) == losses(whole)
+    assert [answers(cut)[step][:GROUP] for step in (3, 4)] == [answers(whole)[step] for step in (3, 4)]
+
+
+def test_what_is_silent_after_the_last_round_is_left_out_and_logged(output, caplog):
+    spec = spec_of(output, "silent", {**REPLACING, "replacement_rounds": 1})
+    steps = recorded(spec)
+    left = [GROUP * PROMPTS - step.answers for step in steps]
+    assert any(left) and [int((~step.learned).sum()) for step in steps] == left
+    assert caplog.text.count("are all equal after objective.replacement_rounds 1") == sum(map(bool, left))
 
 
 def test_a_model_is_measured_by_rewards_of_held_out_prompts(output):

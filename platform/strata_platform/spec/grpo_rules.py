@@ -46,6 +46,7 @@ def grpo_rules(spec: RunSpec) -> Iterator[Contradiction]:
     yield from _loss(objective)
     yield from _reference(spec.adapter, objective)
     yield from _resume(spec, objective)
+    yield from _replacements(spec.data, objective)
 
 
 def _format(kind: str, source: Reading, path: str) -> Iterator[Contradiction]:
@@ -164,6 +165,28 @@ def _reference(adapter: Adapter, objective: Grpo) -> Iterator[Contradiction]:
         ("objective.beta", "adapter.init_lora_weights"),
         "above 0 takes the model without its adapter for the reference, but 'pissa' takes a part of the weights out of "
         "it; set objective.beta to 0, or leave adapter.init_lora_weights out",
+    )
+
+
+def _replacements(data: Data, objective: Grpo) -> Iterator[Contradiction]:
+    used, field = objective.replacement_rounds > 0, "objective.replacement_rounds"
+    yield Contradiction(
+        used and not objective.filter_groups,
+        (field, "objective.filter_groups"),
+        f"{objective.replacement_rounds} replaces groups that objective.filter_groups leaves out, but it is false; "
+        "set it to true, or leave objective.replacement_rounds out",
+    )
+    yield Contradiction(
+        used and objective.generate_ahead,
+        (field, "objective.generate_ahead"),
+        "draws prompts when the rewards of a step are known, but objective.generate_ahead true generates the next "
+        "step's answers before; set it to false, or leave objective.replacement_rounds out",
+    )
+    yield Contradiction(
+        used and data.shuffle == "window",
+        (field, "data.shuffle"),
+        "draws prompts from all rows, but 'window' reads only some of them at a time; set data.shuffle to 'global', or "
+        "leave objective.replacement_rounds out",
     )
 
 

@@ -289,6 +289,14 @@ class Grpo(Section):
     filter_groups: Flag = Field(
         False, description="Leave groups whose rewards are all equal out of the means over the step."
     )
+    replacement_rounds: Integer = Field(
+        0,
+        ge=0,
+        le=1000,
+        description="With `filter_groups`: how often a step draws other prompts in the place of groups whose rewards "
+        "are all equal, until none is left: DAPO's dynamic sampling. verl's `max_num_gen_batches` counts the first "
+        "draw, too. What is left after the last round is left out, and the log says so.",
+    )
     importance_cap: Annotated[float, Field(gt=0, le=1e3), BeforeValidator(number)] | None = Field(
         None,
         description="Weigh tokens by the probability that training computes over that which generation computed, at "

@@ -28,6 +28,21 @@ class Prompt(NamedTuple):
     answer: int | None
 
 
+# Numbers from here on are those of answers to replacements; steps read those below. Both are exact in fp64.
+_REPLACEMENTS = 1 << 50
+
+
+def replacement_of(answer: int, round_number: int, *, rounds: int, rows_per_step: int, group_size: int) -> int:
+    """The number of the answer that replaces number `answer` of a step in a round, 1 to `rounds`.
+
+    A pure function: no two answers have the same replacement, and a run that resumes draws the same ones. The answers
+    of a group are replaced by those of another group.
+    """
+    step, place = divmod(answer, rows_per_step)
+    first = _REPLACEMENTS // group_size * group_size
+    return first + (step * rounds + round_number - 1) * rows_per_step + place
+
+
 class AnswerRows(Dataset[Row]):
     """The rows of a data set of prompts by the numbers of their answers: `group_size` answers to each prompt in turn.
 
@@ -44,6 +59,12 @@ class AnswerRows(Dataset[Row]):
     def __getitem__(self, answer: int) -> Row:
         row = self._rows[self._order[answer // self._group_size]]
         return row | {ANSWER: torch.full_like(row["input_ids"], answer)}
+
+    def prompt(self, answer: int) -> Prompt:
+        """The prompt that an answer is asked for."""
+        (found,) = prompts_of({name: tensor[None] for name, tensor in self[answer].items()})
+        assert found is not None
+        return found
 
 
 def known_of(row: Row) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.objectives import Grpo as Settings
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import Batch
-from tasks.runtime.data.prompts import AnswerRows, Prompt, prompts_of
+from tasks.runtime.data.prompts import AnswerRows, Prompt, prompts_of, replacement_of
 from tasks.runtime.data.row_order import row_order
 from tasks.runtime.models.build import build_model, has_fused_loss, move_to_device, patch
 from tasks.runtime.models.lora import base_fingerprint, without_adapter
@@ -59,7 +59,7 @@ class Grpo:
         self._asked: list[int] = []
         self._batches: list[Batch] = []
         self._written = False
-        # With `generate_ahead`: the rows of all answers.
+        # With `generate_ahead` or `replacement_rounds`: the rows of all answers.
         self._rows: AnswerRows | None = None
 
     def prepare(self, context: ObjectiveContext) -> PreparedData:
@@ -76,11 +76,26 @@ class Grpo:
             sampling_of(settings.generation, data, whole.model),
             Rewards(settings.rewards, context.processes.device),
             tokenizer,
+            self._replacement,
         )
-        if settings.generate_ahead:
+        if settings.generate_ahead or settings.replacement_rounds:
             order = row_order(data.manifest, data.train, self._spec.data, self._spec.seed)
             self._rows = AnswerRows(data.train, order, settings.group_size)
         return data
+
+    def _replacement(self, answer: int, round_number: int) -> Prompt:
+        """The prompt that replaces that of an answer of a step in a round."""
+        assert self._rows is not None
+        settings = self._settings
+        return self._rows.prompt(
+            replacement_of(
+                answer,
+                round_number,
+                rounds=settings.replacement_rounds,
+                rows_per_step=self._spec.rows_per_step,
+                group_size=settings.group_size,
+            )
+        )
 
     def metadata(self) -> dict[str, Any]:
         """Empty: answers are a function of the weights, the seed and the step."""
@@ -117,6 +132,7 @@ class Grpo:
                 self._batches = [self._with_old(model, batch, processes) for batch in self._batches]
             if processes.is_main:
                 self._tell(self._step, min(asked))
+                self._warn_of_silence(self._step, min(asked))
         return [dict(batch) for batch in self._batches]
 
     def rolled_back(self) -> None:
@@ -133,13 +149,14 @@ class Grpo:
         assert self._context is not None
         spec, rows = self._spec, self._rows
         step = (prompts[0].answer or 0) // spec.rows_per_step + 1
-        if rows is None or step % spec.checkpoint.every == 0 or step == self._context.steps:
+        if (
+            not self._settings.generate_ahead
+            or rows is None
+            or step % spec.checkpoint.every == 0
+            or step == self._context.steps
+        ):
             return []
-        found = [
-            {name: tensor[None] for name, tensor in rows[(prompt.answer or 0) + spec.rows_per_step].items()}
-            for prompt in prompts
-        ]
-        return [prompt for row in found for prompt in prompts_of(row) if prompt is not None]
+        return [rows.prompt((prompt.answer or 0) + spec.rows_per_step) for prompt in prompts]
 
     def count(self, batch: Batch) -> Tensor:
         """The number of answers."""
@@ -254,10 +271,23 @@ class Grpo:
         self._reference = reference
         log.info("reference: the initial model, %.1f M parameters, frozen", reference.num_parameters() / 1e6)
 
+    def _warn_of_silence(self, step: Step, first: int) -> None:
+        rounds, groups = self._settings.replacement_rounds, self._spec.rows_per_step // self._settings.group_size
+        left_out = groups - step.answers // self._settings.group_size
+        if rounds and left_out:
+            log.warning(
+                "step %d: the rewards of %d of %d groups are all equal after objective.replacement_rounds %d; they are "
+                "left out of the loss", self._number_of(first), left_out, groups, rounds,
+            )  # fmt: skip
+
+    def _number_of(self, answer: int) -> int:
+        """The first step that learns from an answer, counted from 1; data that was skipped counts, too."""
+        return answer // self._spec.rows_per_step * self._settings.num_iterations + 1
+
     def _tell(self, step: Step, first: int) -> None:
         """Append the answers to the first prompt of a step to `answers.jsonl` of the run's folder."""
         spec = self._spec
-        number = first // spec.rows_per_step * self._settings.num_iterations + 1
+        number = self._number_of(first)
         path = answers_file(Path(spec.output), spec.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         if not self._written and path.exists():

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ from tasks.runtime.objectives.generation_metrics import generation_metrics
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.rewards.reward_function import Answers
 from tasks.runtime.rewards.scoring import Rewards
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,64 @@ class Drawn:
     samples: list[Sample]
     answers: Answers
     seconds: float
+
+    def replaced(self, places: Sequence[int], by: Drawn) -> Drawn:
+        """With other prompts and answers at some places."""
+        answers = Answers(
+            *(
+                _replaced(getattr(self.answers, field.name), places, getattr(by.answers, field.name))
+                for field in fields(Answers)
+            )
+        )
+        prompts, samples = _replaced(self.prompts, places, by.prompts), _replaced(self.samples, places, by.samples)
+        return Drawn(prompts, samples, answers, self.seconds + by.seconds)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Answers of all ranks, in the order of their numbers.
+
+    numbers, lengths, finished: [n]. values: of each reward, [n, rewards]. groups: the rewards that are learned from,
+    [groups, group_size]. All fp64.
+    """
+
+    numbers: Tensor
+    lengths: Tensor
+    finished: Tensor
+    values: Tensor
+    groups: Tensor
+
+    @property
+    def signal(self) -> Tensor:
+        """Whether the rewards of a group differ, [groups]."""
+        return (self.groups != self.groups[:, :1]).any(1)
+
+
+class Written(NamedTuple):
+    """All answers that a step has generated on all ranks, replaced ones included: their number, their tokens, and how
+    many ended by themselves.
+    """
+
+    answers: int
+    tokens: float
+    finished: float
+
+    @classmethod
+    def of(cls, outcome: Outcome, counted: Tensor | None = None) -> Written:
+        """Those of an outcome that are counted, [n]; by default all."""
+        counted = torch.ones_like(outcome.numbers, dtype=torch.bool) if counted is None else counted
+        return cls(int(counted.sum()), float(outcome.lengths[counted].sum()), float(outcome.finished[counted].sum()))
+
+    def and_also(self, more: Written) -> Written:
+        """Both together."""
+        return Written(self.answers + more.answers, self.tokens + more.tokens, self.finished + more.finished)
+
+
+def _replaced(values: Sequence[T], places: Sequence[int], by: Sequence[T]) -> list[T]:
+    found = list(values)
+    for place, value in zip(places, by, strict=True):
+        found[place] = value
+    return found
 
 
 def sampling_of(generation: Generation, data: PreparedData, model: PreTrainedModel, **changes: Any) -> Sampling:
@@ -108,8 +168,11 @@ class Rollout:
     """Generates and scores the answers of steps."""
 
     def __init__(
-        self, settings: Settings, generator: Generator, sampling: Sampling, rewards: Rewards, tokenizer: Any
-    ) -> None:
+        self, settings: Settings, generator: Generator, sampling: Sampling, rewards: Rewards, tokenizer: Any,
+        replacement: Callable[[int, int], Prompt] | None = None,
+    ) -> None:  # fmt: skip
+        """replacement: the prompt in the place of an answer of the step, by the answer's number and the round."""
+        self._replacement = replacement
         self._settings, self._generator, self._sampling = settings, generator, sampling
         self._rewards, self._tokenizer = rewards, tokenizer
         self._ended = time.monotonic()
@@ -141,12 +204,49 @@ class Rollout:
         values = self._rewards.finish()
         if self._ahead is not None:
             self._rewards.begin(self._ahead.answers)
+        scored = time.monotonic()
+        outcomes = [self._outcome(drawn, values, processes)]
+        written, replaced = Written.of(outcomes[0]), 0
+        generating, scoring = generated - started, scored - generated
+        while len(outcomes) <= self._settings.replacement_rounds and not bool(outcomes[-1].signal.all()):
+            silent = set(outcomes[-1].numbers.view_as(outcomes[-1].groups)[~outcomes[-1].signal].flatten().tolist())
+            places = [place for place, prompt in enumerate(drawn.prompts) if prompt.answer in silent]
+            assert self._replacement is not None
+            others = [self._replacement(prompts[place].answer or 0, len(outcomes)) for place in places]
+            began = time.monotonic()
+            by = self._draw(others)
+            generated = time.monotonic()
+            found = self._rewards.score(by.answers) if others else [[] for _ in values]
+            generating, scoring = generating + generated - began, scoring + time.monotonic() - generated
+            drawn = drawn.replaced(places, by)
+            values = [_replaced(own, places, new) for own, new in zip(values, found, strict=True)]
+            before = outcomes[-1].numbers
+            outcomes.append(self._outcome(drawn, values, processes))
+            written = written.and_also(Written.of(outcomes[-1], ~torch.isin(outcomes[-1].numbers, before)))
+            replaced += len(silent) // self._settings.group_size
         ended = time.monotonic()
-        table = self._table(prompts, drawn.samples, values)
-        seconds = drawn.seconds, generated - started, ended - generated, ended - self._ended
+        seconds = torch.tensor([drawn.seconds, generating, scoring, ended - self._ended], dtype=torch.float64)
         self._ended = ended
-        of_all, longest = _gathered(table, torch.tensor(seconds, dtype=torch.float64), processes)
-        return self._step(drawn, values, of_all, longest, staleness)
+        if processes.world_size > 1:
+            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        step = self._step(drawn, values, outcomes, written, seconds, staleness)
+        if self._settings.replacement_rounds:
+            step.metrics.update(replacement_rounds=float(len(outcomes) - 1), replaced_groups=float(replaced))
+        return step
+
+    def _outcome(self, drawn: Drawn, values: list[list[float | None]], processes: Processes) -> Outcome:
+        """The answers of all ranks. A collective."""
+        table = self._table(drawn.prompts, drawn.samples, values)
+        if processes.world_size > 1:
+            parts = [torch.empty_like(table) for _ in range(processes.world_size)]
+            dist.all_gather(parts, table)
+            table = torch.cat(parts)
+        table = table[table[:, 0].argsort()]
+        numbers, rewards, lengths, finished = table[:, :4].unbind(1)
+        groups = rewards.view(-1, self._settings.group_size)
+        if self._settings.overlong == "unrewarded":
+            groups = withheld(groups, finished.bool().view_as(groups))
+        return Outcome(numbers, lengths, finished, table[:, 4:], groups)
 
     def _draw(self, prompts: Sequence[Prompt]) -> Drawn:
         began = time.monotonic()
@@ -168,20 +268,18 @@ class Rollout:
         return torch.tensor(rows, dtype=torch.float64)
 
     def _step(
-        self, drawn: Drawn, own: list[list[float | None]], table: Tensor, seconds: Tensor, staleness: int
-    ) -> Step:
+        self, drawn: Drawn, own: list[list[float | None]], outcomes: Sequence[Outcome], written: Written,
+        seconds: Tensor, staleness: int,
+    ) -> Step:  # fmt: skip
+        """outcomes: of the first answers, and after each round that has replaced some; the last is learned from."""
         settings, prompts, samples = self._settings, drawn.prompts, drawn.samples
-        table = table[table[:, 0].argsort()]
-        numbers, rewards, lengths, finished = table[:, :4].unbind(1)
-        groups = rewards.view(-1, settings.group_size)
-        if settings.overlong == "unrewarded":
-            groups = withheld(groups, finished.bool().view_as(groups))
-            rewards = groups.flatten()
+        first, last = outcomes[0], outcomes[-1]
+        rewards = last.groups.flatten()
         advantages = group_advantages(rewards, settings.group_size, scale=settings.scale_rewards)
-        signal = (groups != groups[:, :1]).any(1).repeat_interleave(settings.group_size)
+        signal = last.signal.repeat_interleave(settings.group_size)
         kept = signal if settings.filter_groups else torch.ones_like(signal)
-        learned = kept & (finished.bool() | (settings.overlong != "mask"))
-        places = {int(number): place for place, number in enumerate(numbers.tolist())}
+        learned = kept & (last.finished.bool() | (settings.overlong != "mask"))
+        places = {int(number): place for place, number in enumerate(last.numbers.tolist())}
         told = [
             {
                 "prompt": drawn.answers.prompts[index],
@@ -199,19 +297,19 @@ class Rollout:
         )  # fmt: skip
         prompts, samples = [prompts[index] for index in order], [samples[index] for index in order]
         mine = torch.tensor([places[prompt.answer or 0] for prompt in prompts])
-        values = table[:, 4:]
+        # Of the first prompts: those in the place of others are chosen by their rewards.
         metrics = {
-            "reward": float(rewards.mean()),
-            "reward_std": float(groups.std(1).mean()),
+            "reward": float(first.groups.mean()),
+            "reward_std": float(first.groups.std(1).mean()),
             **{
                 f"reward/{term.title}": float(column.nanmean().nan_to_num())
-                for term, column in zip(settings.rewards, values.unbind(1), strict=True)
+                for term, column in zip(settings.rewards, first.values.unbind(1), strict=True)
             },
-            "groups_with_signal": float(signal.double().mean()),
+            "groups_with_signal": float(first.signal.double().mean()),
             **generation_metrics(
-                answers=lengths.numel(),
-                tokens=float(lengths.sum()),
-                finished=float(finished.sum()),
+                answers=written.answers,
+                tokens=written.tokens,
+                finished=written.finished,
                 generating=float(seconds[0]),
                 before_training=float(seconds[1]),
                 step=float(seconds[3]),
@@ -225,7 +323,7 @@ class Rollout:
             advantages[mine],
             learned[mine],
             answers=int(kept.sum()),
-            tokens=int(lengths[learned].sum()),
+            tokens=int(last.lengths[learned].sum()),
             metrics=metrics,
             told=told,
         )
@@ -259,13 +357,3 @@ def rows_of(step: Step, first: int, size: int) -> list[Row]:
             row["generated"][begin - 1 : length - 1] = sample.log_probs
         rows.append(row)
     return rows
-
-
-def _gathered(table: Tensor, seconds: Tensor, processes: Processes) -> tuple[Tensor, Tensor]:
-    """The rows of all ranks, and the longest times."""
-    if processes.world_size == 1:
-        return table, seconds
-    parts = [torch.empty_like(table) for _ in range(processes.world_size)]
-    dist.all_gather(parts, table)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return torch.cat(parts), seconds

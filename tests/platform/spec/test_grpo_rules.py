@@ -11,6 +11,7 @@ TWO = {"topology": {"nproc_per_node": 2}}
 SHARDED = {"parallel": {"type": "fsdp"}, **TWO}
 QUANTIZED = {"adapter": {"type": "lora", "quantization": "nf4"}}
 AHEAD = {"generate_ahead": True}
+REPLACED = {"filter_groups": True, "replacement_rounds": 2}
 LORA = {"model": {"name": "organization/model"}, "adapter": {"type": "lora"}}
 
 
@@ -60,6 +61,9 @@ CONTRADICTIONS = [
     (AHEAD, {"resources": {"time_limit": 60}}, "resources.time_limit", "leave it out, or set objective.generate_ahead"),
     (AHEAD, {"checkpoint": {"on_sigterm": "save"}}, "checkpoint.on_sigterm", "set objective.generate_ahead to false"),
     (AHEAD, {"faults": {"spike": "rollback"}}, "faults.spike", "skips data whose answers are there"),
+    ({"replacement_rounds": 2}, {}, "objective.replacement_rounds", "filter_groups leaves out, but it is false"),
+    (REPLACED | AHEAD, {}, "objective.replacement_rounds", "generates the next step's answers before"),
+    (REPLACED, {"data": {"shuffle": "window"}}, "objective.replacement_rounds", "draws prompts from all rows"),
     ({}, {"training": {"neftune_noise_alpha": 5}}, "training.neftune_noise_alpha", "puts noise"),
     ({"generation": {"engine": "sglang"}}, {}, "objective.generation.engine", "'embedded' or 'vllm'"),
     (

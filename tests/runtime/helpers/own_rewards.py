@@ -15,6 +15,11 @@ def rounded(completions, least=0, **columns):
     return [float(sum(map(ord, text)) % 3 >= least + 1) for text in completions]
 
 
+def of_late_prompts(prompts, completions, **columns):
+    """As `varied`, but 0 for all answers to prompts that begin early in the alphabet."""
+    return [value * (prompt > "e") for prompt, value in zip(prompts, varied(completions), strict=True)]
+
+
 def needs_column(completions, wanted):
     return [float(text == right) for text, right in zip(completions, wanted, strict=True)]
 

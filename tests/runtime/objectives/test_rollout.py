@@ -5,8 +5,10 @@ import torch
 from strata_platform.spec.objectives import Grpo
 from tasks.runtime.data.prompts import Prompt
 from tasks.runtime.generation import Sample
-from tasks.runtime.objectives.rollout import Drawn, Rollout
+from tasks.runtime.objectives.rollout import Drawn, Rollout, Written
+from tasks.runtime.process.ranks import Processes
 from tasks.runtime.rewards.reward_function import Answers
+from tasks.runtime.rewards.scoring import Rewards
 
 
 def test_the_reward_that_is_told_is_the_one_that_is_learned_from():
@@ -15,9 +17,9 @@ def test_the_reward_that_is_told_is_the_one_that_is_learned_from():
     prompts = [Prompt((1, 2), {}, number) for number in range(2)]
     samples = [Sample(torch.tensor([3]), torch.zeros(1), finished) for finished in (True, False)]
     answers = Answers(["p"] * 2, ["a", "b"], [[3]] * 2, [{}] * 2, ["row"] * 2)
-    # The answer's number, its reward, its tokens, whether it is finished, and the value.
-    table = torch.tensor([[0, -0.5, 1, 1, -0.5], [1, 0.0, 1, 0, 0.0]], dtype=torch.float64)
-    rollout = Rollout(settings, None, None, None, None)
-    step = rollout._step(Drawn(prompts, samples, answers, 1.0), [[-0.5, 0.0]], table, torch.ones(4), 0)
+    rollout = Rollout(settings, None, None, Rewards(settings.rewards, torch.device("cpu")), None)
+    drawn, values = Drawn(prompts, samples, answers, 1.0), [[-0.5, 0.0]]
+    outcome = rollout._outcome(drawn, values, Processes())
+    step = rollout._step(drawn, values, [outcome], Written.of(outcome), torch.ones(4), 0)
     assert [(each["answer"], each["reward"]) for each in step.told] == [("a", -0.5), ("b", -0.5)]
     assert step.metrics["reward"] == -0.5
