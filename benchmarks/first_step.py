@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -48,6 +49,42 @@ def measured(runs: Client, moments: Moments, name: str) -> dict[str, float]:
     return row | {"run ends": end - at["begin"]}
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of every stage of each run, and of a submission of a run that had finished."""
+
+    rows: list[dict[str, float]]
+    again: float
+    jobs: int
+    """Training jobs that the latter started."""
+
+
+def measure(image: str, place: tuple[str, str], count: int) -> Measured:
+    """Follow `count` runs to their ends, after one that prepares the data; then submit the last one again."""
+    config.load_kube_config()
+    runs = Client(FlyteBackend(*place, image=image, source=ROOT), poll=0.5)
+    moments = Moments("-".join(place))
+    names = [f"first-step-{time.time_ns() // 10**9}-{number}" for number in range(count + 1)]
+    _, *rows = [measured(runs, moments, name) for name in names]
+    begin = time.monotonic()
+    runs.submit(RunSpec.model_validate(yaml.safe_load(SPEC.read_text()) | {"name": names[-1]}))
+    again = runs.wait(names[-1])
+    seconds = time.monotonic() - begin
+    assert again.phase is Phase.SUCCEEDED, again.message
+    mine = {"label_selector": f"execution-id={names[-1]}-x2"}
+    jobs = client.CustomObjectsApi().list_namespaced_custom_object(
+        "kubeflow.org", "v1", "-".join(place), "pytorchjobs", **mine
+    )["items"]
+    return Measured(rows, seconds, len(jobs))
+
+
+def show_stages(found: Measured) -> None:
+    """Print a row of each stage: median, least, most."""
+    for stage in found.rows[0]:
+        show(stage, [row[stage] for row in found.rows], MEANINGS.get(stage, ""))
+    show("submitted again", [found.again], f"until the outputs of the finished run are there; jobs: {found.jobs}")
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -56,24 +93,10 @@ def main() -> None:
     parser.add_argument("--domain", default="development")
     parser.add_argument("--runs", type=int, default=3)
     asked = parser.parse_args()
-    config.load_kube_config()
-    runs = Client(FlyteBackend(asked.project, asked.domain, image=asked.image, source=ROOT), poll=0.5)
-    moments = Moments(f"{asked.project}-{asked.domain}")
-    names = [f"first-step-{time.time_ns() // 10**9}-{number}" for number in range(asked.runs + 1)]
-    _, *rows = [measured(runs, moments, name) for name in names]
+    found = measure(asked.image, (asked.project, asked.domain), asked.runs)
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n")
-    for stage in rows[0]:
-        show(stage, [row[stage] for row in rows], MEANINGS.get(stage, ""))
-    begin = time.monotonic()
-    runs.submit(RunSpec.model_validate(yaml.safe_load(SPEC.read_text()) | {"name": names[-1]}))
-    again = runs.wait(names[-1])
-    assert again.phase is Phase.SUCCEEDED, again.message
-    mine = {"label_selector": f"execution-id={names[-1]}-x2"}
-    jobs = client.CustomObjectsApi().list_namespaced_custom_object(
-        "kubeflow.org", "v1", f"{asked.project}-{asked.domain}", "pytorchjobs", **mine
-    )["items"]
-    assert not jobs, "a finished run started a job"
-    show("submitted again", [time.monotonic() - begin], "until the outputs of the finished run are there; no job")
+    show_stages(found)
+    assert not found.jobs, "a finished run started a job"
 
 
 if __name__ == "__main__":
