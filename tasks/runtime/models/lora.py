@@ -8,9 +8,12 @@ again, and `base_fingerprint` detects that they changed.
 from __future__ import annotations
 
 import hashlib
+import inspect
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 _SAMPLED = 256
 # Names that an error lists.
 _SHOWN = 20
+_PLAIN = (nn.Linear.forward, Conv1D.forward)
 
 
 def add_adapter(model: PreTrainedModel, settings: Lora | NoAdapter, seed: int) -> LoraModel | None:
@@ -294,6 +298,29 @@ def _require_targets(model: PreTrainedModel, settings: Lora) -> None:
 
 
 def _linear_layers(model: PreTrainedModel) -> tuple[str, ...]:
-    """The paths of all linear layers but the head."""
+    """The paths of all linear layers that can have an adapter, but the head.
+
+    An adapter needs a layer that computes what a linear layer does, which routers of Phi-MoE and Llama 4 do not, and
+    whose result is used: Mamba's fast kernels take the weight of the output projection instead.
+    """
     head = getattr(model, SCORE) if scores(model) else model.get_output_embeddings()
-    return tuple(name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head)
+    classes: dict[str, Any] = {path: type(module) for path, module in model.named_modules()}
+    return tuple(
+        path
+        for path, layer in model.named_modules()
+        if isinstance(layer, nn.Linear | Conv1D)
+        and (type(layer).forward in _PLAIN or type(layer).__module__.startswith("bitsandbytes."))
+        and layer is not head
+        and path.rpartition(".")[2] not in _read_by(classes[path.rpartition(".")[0]])
+    )
+
+
+@cache
+def _read_by(owner: type[nn.Module]) -> frozenset[str]:
+    """The names of layers whose weights the code of a class of modules reads, beyond their dtype, device and shape."""
+    try:
+        source = inspect.getsource(owner)
+    except (OSError, TypeError):
+        # A class that was made while the program runs.
+        return frozenset()
+    return frozenset(re.findall(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape))", source))

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from strata_platform.spec import DataRecipe, RunSpec
-from strata_platform.spec.model import Model, NoAdapter
+from strata_platform.spec.model import Lora, Model, NoAdapter
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.state import load_model
 from tasks.runtime.checkpoint.storage import Index
@@ -22,6 +22,7 @@ from tasks.runtime.optim.optimizer import build_optimizer
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tasks.runtime.run_folder.metrics_file import read_points
 from tasks.runtime.warmup.plan import plan_kernels
+from tests.kernels.helpers.tiny_models import build_tiny
 from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_only import train_spec
 
@@ -175,6 +176,23 @@ def test_an_adapter_computes_what_that_of_peft_does(pretrained, settings):
             outputs.append(model(TOKENS).logits.detach())
     assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[2], outputs[3])
     assert not torch.allclose(outputs[0], outputs[2], atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "left_out"),
+    [("phimoe", "router"), ("llama4_text", "router"), ("falcon_h1", "out_proj"), ("jamba", "dt_proj")],
+)
+def test_layers_whose_result_is_no_linear_layers_get_no_adapter(model_type, left_out):
+    """Routers give more than one tensor; of others, fast kernels and loops read the weight and pass the adapter by."""
+    model = build_tiny(model_type)
+    named = Lora(target_modules=[left_out])
+    with pytest.raises(ValueError, match=f"'{left_out}' is not a linear layer of the model"):
+        add_adapter(model, named, 0)
+    add_adapter(model, Lora(r=4), 0)
+    adapted = {path.removesuffix(".lora_A") for path, _ in model.named_modules() if path.endswith(".lora_A")}
+    assert adapted and not any(path.endswith(left_out) for path in adapted)
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
 
 
 @pytest.mark.parametrize("target", ["q_porj", "lm_head", "mlp", "proj"])
