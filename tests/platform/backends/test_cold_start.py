@@ -101,6 +101,16 @@ CASES["admitted again, the eviction's event is gone"] = (
 CASES["in place of a pod that was lost"] = (
     [WORKER, POD], [WORKLOAD], [], ["scheduler: 2 s", "image, container: 35 s"]
 )  # fmt: skip
+# A JobSet's Job owns its pods, and Kueue's workload is the JobSet's.
+OF_JOB_SET = changed(
+    POD, metadata__ownerReferences=[{"kind": "Job", "name": "run-w-0", "uid": "uid-inner"}],
+    metadata__labels={"strata/shape": "2x1", "batch.kubernetes.io/job-completion-index": "0",
+                      "jobset.sigs.k8s.io/jobset-uid": "uid-job", "jobset.sigs.k8s.io/restart-attempt": "0"},
+)  # fmt: skip
+CASES["a JobSet"] = ([OF_JOB_SET], [WORKLOAD], [], ["queue: 41 s", *JOB, "image, container: 35 s"])
+RESTARTED = changed(OF_JOB_SET)
+RESTARTED["metadata"]["labels"]["jobset.sigs.k8s.io/restart-attempt"] = "1"
+CASES["a JobSet that restarted its pods"] = ([RESTARTED], [WORKLOAD], [], ["scheduler: 2 s", "image, container: 35 s"])
 CASES["the container starts again"] = ([changed(POD, status__containerStatuses=STARTED_AGAIN)], [WORKLOAD], [], [])
 CASES["has not started"] = ([changed(POD, status__containerStatuses=WAITS)], [WORKLOAD], PULLED, [])
 CASES["no pod"] = ([], [WORKLOAD], PULLED, [])
