@@ -50,8 +50,9 @@ class Model(Section):
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = Field(
         "auto",
         description="Attention implementation, by its transformers name; `auto` is `sdpa` where the model supports it, "
-        "and `eager` elsewhere. `sdpa` uses varlen attention on packed rows if it can. Flash attention runs where "
-        "it is named, never by itself; models with attention sinks, as gpt-oss, have `eager` alone.",
+        "and `eager` elsewhere. `sdpa` uses varlen attention on packed rows if it can, by FlashAttention 4 on Hopper "
+        "GPUs where `flash-attn-4` is installed. FlashAttention 2 and 3 run where they are named; models with "
+        "attention sinks, as gpt-oss, have `eager` alone.",
     )
     freeze: tuple[Text, ...] = Field(
         (),

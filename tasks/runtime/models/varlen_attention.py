@@ -2,7 +2,8 @@
 
 transformers tells `sdpa` so with a mask of [T, T] values. It computes all pairs of a row, also across sequences, and
 the host waits for the GPU to find out which mask is needed. Here the host computes `cu_seqlens`, and PyTorch's
-`varlen_attn` runs over the sequences. If every row has one sequence, attention is plainly causal.
+`varlen_attn` runs over the sequences. If every row has one sequence, attention is plainly causal. Where FlashAttention
+4 is installed, it computes both.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +28,7 @@ from tasks.runtime.data.dataset import Batch, Row
 from tasks.runtime.data.media_packing import MEDIA_PACKING
 from tasks.runtime.models.attention_choice import choose_attention
 from tasks.runtime.models.build import compute_dtype
+from tasks.runtime.models.flash_attention_4 import flash_attention_4, installed_version, takes
 from tasks.runtime.models.image_masks import sees_later_tokens
 from tasks.runtime.models.multimodal import is_multimodal
 from tasks.runtime.models.packing_support import SUPPORTS_PACKING
@@ -96,7 +99,7 @@ def unsupported_reason(config: PretrainedConfig) -> str | None:
 def set_varlen_attention(model: PreTrainedModel) -> None:
     """Make the attention of `model` varlen. Its batches need the inputs of `with_cu_seqlens`."""
     # transformers makes no mask for an attention name without a registered mask function.
-    AttentionInterface.register(_NAME, _attention)
+    AttentionInterface.register(_NAME, partial(_attention, flash_4=installed_version() is not None))
     _attending(model).set_attn_implementation(_NAME)
     if is_multimodal(model.config):
         _pass_by_tower(model)
@@ -181,6 +184,7 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
+    flash_4: bool = False,
     sequence_starts: Tensor,
     cu_seqlens: Tensor,
     max_seqlen: Tensor,
@@ -192,12 +196,20 @@ def _attention(
     """An attention function for transformers. query: [B, H, T, D], key, value: [B, K, T, D] → [B, T, H, D]."""
     rows, length = query.shape[0], query.shape[2]
     one_each = cu_seqlens.shape[1] == rows + 1
+    longest = max_seqlen.shape[0], max_seqlen.shape[0]
+    if flash_4 and takes(query, dropout):
+        q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        if one_each:
+            return flash_attention_4(q, k, v, scale=scaling, window=sliding_window), None
+        q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
+        attended = flash_attention_4(q, k, v, cu_seqlens, longest, scaling, sliding_window)
+        return attended.unflatten(0, (rows, -1)), None
     if one_each and (sliding_window is None or sliding_window >= length):
         attended = scaled_dot_product_attention(
             query, key, value, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=True
         )
     else:
-        bounds = VarlenLayout(sequence_starts, cu_seqlens, (max_seqlen.shape[0], max_seqlen.shape[0]))
+        bounds = VarlenLayout(sequence_starts, cu_seqlens, longest)
         attended = packed_attention(query, key, value, bounds, scaling, sliding_window, dropout)
     return attended.transpose(1, 2).contiguous(), None
 

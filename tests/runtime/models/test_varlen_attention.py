@@ -2,10 +2,11 @@
 
 import itertools
 from functools import partial
+from importlib.util import find_spec
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AttentionInterface, AutoConfig
 
 from strata_kernels import patch_model
 from strata_kernels.patch.table import ROWS
@@ -13,11 +14,14 @@ from strata_kernels.warmup import record
 from strata_platform.spec import RunSpec
 from strata_platform.spec.model import Model
 from strata_platform.spec.training import Training
+from tasks.runtime.models import flash_attention_4 as flash_4
 from tasks.runtime.models.activation_checkpointing import _full_graph, compile_layers
 from tasks.runtime.models.build import build_planning_model, compute_dtype, load_config
 from tasks.runtime.models.packing_support import SUPPORTS_PACKING
 from tasks.runtime.models.varlen_attention import (
+    VARLEN_INPUTS,
     VarlenLayout,
+    _attention,
     add_cu_seqlens,
     packed_attention,
     set_varlen_attention,
@@ -289,6 +293,99 @@ def test_on_a_gpu_a_run_goes_by_document_and_its_kernels_are_warm(output, monkey
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", None)
     record = train_spec(spec)
     assert record.status == "complete" and record.warmup["later_compiles"] == 0
+
+
+@pytest.mark.skipif(flash_4.installed_version() is None, reason="needs a Hopper GPU and flash-attn-4")
+@pytest.mark.parametrize("window", [None, 16], ids=["whole", "window"])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize(("heads", "shared", "size"), [(4, 2, 64), (6, 6, 128), (8, 1, 128)])
+def test_flash_attention_4_is_as_exact_as_under_a_mask(heads, shared, size, lengths, window):
+    bounds = {name: x.to(GPU) for name, x in add_cu_seqlens(batch_of(lengths)).items() if name in VARLEN_INPUTS}
+    shapes = [(2, 37, count, size) for count in (heads, shared, shared, heads)]
+    exact = [torch.randn(shape, device=GPU, dtype=torch.float64) for shape in shapes]
+
+    def found(dtype, dropout=0.0):
+        *inputs, upstream = (x.to(torch.bfloat16).to(dtype) for x in exact)
+        inputs = [x.transpose(1, 2).requires_grad_() for x in inputs]
+        assert flash_4.takes(inputs[0], dropout) == (dtype == torch.bfloat16 and not dropout)
+        attended, _ = _attention(None, *inputs, None, flash_4=True, sliding_window=window, dropout=dropout, **bounds)
+        return [attended.detach(), *torch.autograd.grad(attended, inputs, upstream)]
+
+    # Without cuDNN's or FlashAttention 2's help: dropout of nearly nothing asks for the mask.
+    for mine, theirs, expected in zip(
+        found(torch.bfloat16), found(torch.bfloat16, 1e-30), found(torch.float64, 1e-30), strict=True
+    ):
+        assert (mine - expected).norm() <= 2 * (theirs - expected).norm() + 1e-6 * expected.norm()
+
+
+class _PlainPackage:
+    """What flash-attn-4 is asked for, in products and a softmax. Autograd cannot see into an operator."""
+
+    def _flash_attn_fwd(self, q, k, v, *, return_lse, **settings):
+        assert return_lse
+        results = [p @ wide[2] for _, wide, p, _ in self._sequences(q, k, v, **settings)]
+        # The logarithms of the sums, which this backward pass does not need.
+        sums = q.new_zeros(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=torch.float32)
+        return self._joined(results, q), sums, None, None, None
+
+    def _flash_attn_bwd(self, q, k, v, out, dout, lse, *, deterministic, **settings):
+        assert not deterministic and lse.dtype == torch.float32 and out.shape == dout.shape
+        groups, found = q.shape[-2] // k.shape[-2], []
+        for own, wide, p, scale in self._sequences(q, k, v, **settings):
+            above = self._cut(dout, own)
+            of_scores = above @ wide[2].mT
+            of_scores = p * (of_scores - (of_scores * p).sum(-1, keepdim=True)) * scale
+            shared = [x.unflatten(1, (-1, groups)).sum(2) for x in (of_scores.mT @ wide[0], p.mT @ above)]
+            found.append((of_scores @ wide[1], *shared))
+        return (*(self._joined(parts, x) for parts, x in zip(zip(*found, strict=True), (q, k, v), strict=True)), None)
+
+    def _sequences(
+        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size_left
+    ):
+        """Where each is, its queries, keys and values, [B, H, T, D], its probabilities, and the scale of scores."""
+        assert causal
+        ends = [0, q.shape[-3]]
+        if cu_seqlens_q is not None:
+            ends = cu_seqlens_q.tolist()
+            assert cu_seqlens_k.tolist() == ends and max_seqlen_q == max_seqlen_k >= cu_seqlens_q.diff().max()
+        for begin, end in itertools.pairwise(ends):
+            own = slice(begin, end)
+            wide = [self._cut(x, own).repeat_interleave(q.shape[-2] // x.shape[-2], 1) for x in (q, k, v)]
+            distance = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+            seen = (distance >= 0) & (distance <= (end if window_size_left is None else window_size_left))
+            scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+            scores = (wide[0] @ wide[1].mT * scale).masked_fill(~seen, -torch.inf)
+            yield own, wide, scores.softmax(-1), scale
+
+    @staticmethod
+    def _cut(x, own):
+        return x[..., own, :, :].reshape(-1, own.stop - own.start, *x.shape[-2:]).transpose(1, 2)
+
+    @staticmethod
+    def _joined(parts, like):
+        return torch.cat([x.transpose(1, 2) for x in parts], 1).reshape(like.shape)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+def test_flash_attention_4_gets_what_masks_say(family, monkeypatch):
+    """Its windows, sequences, scales and grouped heads; the kernels themselves need a GPU."""
+    monkeypatch.setattr(flash_4, "_package", _PlainPackage)
+    monkeypatch.setattr("tasks.runtime.models.varlen_attention.takes", lambda query, dropout: True)
+    monkeypatch.setattr("tasks.runtime.models.varlen_attention.installed_version", lambda: "4")
+    model = build(family, use_cache=False, **(WINDOWS if family == "gemma3_text" else {}))
+    for lengths in LENGTHS.values():
+        batch = batch_of(lengths)
+        model.set_attn_implementation("sdpa")
+        expected = gradients(model, batch)
+        set_varlen_attention(model)
+        for ours, theirs in zip(gradients(model, add_cu_seqlens(batch)), expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_without_the_package_or_its_gpu_pytorch_attends():
+    assert (flash_4.installed_version() is None) == (not torch.cuda.is_available() or find_spec("flash_attn") is None)
+    set_varlen_attention(build())
+    assert AttentionInterface()["strata_documents"].keywords == {"flash_4": flash_4.installed_version() is not None}
 
 
 def test_bounds_are_those_of_the_positions():

@@ -1,0 +1,142 @@
+"""Causal attention by FlashAttention 4, where the package `flash-attn-4` is installed.
+
+PyTorch's own operators run cuDNN on rows of one sequence, and on packed rows FlashAttention 2, which was written for
+GPUs before Hopper. The package compiles its kernels when they are first called, which takes seconds in each process.
+Source: https://github.com/Dao-AILab/flash-attention, `flash_attn/cute`.
+
+Its functions are wrapped into operators of PyTorch's: so `per_op` keeps their results, and torch.compile sees one node.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Of heads: those whose results and gradients a test holds against fp64.
+_SIZES = (64, 128)
+_DTYPES = (torch.bfloat16, torch.float16)
+# Compute capabilities: Hopper's. The package has kernels for others, which nobody has tried here.
+_MAJOR = 9
+
+
+@cache
+def installed_version() -> str | None:
+    """Of `flash-attn-4`, if this machine's GPU runs its kernels; None if not."""
+    if not torch.cuda.is_available() or torch.version.hip or torch.cuda.get_device_capability()[0] != _MAJOR:
+        return None
+    try:
+        return version("flash-attn-4")
+    except PackageNotFoundError:
+        return None
+
+
+def takes(query: Tensor, dropout: float) -> bool:
+    """Whether the operator computes attention of these queries, [..., D]."""
+    return (
+        query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] in _SIZES and not dropout
+    )
+
+
+def flash_attention_4(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor | None = None,
+    longest: tuple[int, int] | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Causal attention: of whole rows, query [B, T, H, D] against key and value [B, T, K, D], or of their sequences.
+
+    The equivalent of `scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)` with heads before tokens,
+    and of `torch.nn.attention.varlen.varlen_attn`.
+
+    Args:
+        ends: [2, sequences + 1], int32, cumulative lengths of queries and of keys. Then query is [N, H, D], key and
+            value [M, K, D], and the last query of a sequence sees all of its keys.
+        longest: upper bounds of the lengths of a sequence, of queries and of keys.
+        scale: of scores; None is 1 / √D.
+        window: how many tokens a query sees, with its own; None is all before it.
+
+    Returns:
+        As query.
+    """
+    lengths = (None, None) if ends is None else ends.unbind()
+    result: Tensor = _forward(query, key, value, *lengths, *(longest or (None, None)), scale, window)[0]
+    return result
+
+
+@cache
+def _package() -> Any:
+    return importlib.import_module("flash_attn.cute.interface")
+
+
+def _settings(
+    query_ends: Tensor | None, key_ends: Tensor | None, longest_query: int | None, longest_key: int | None,
+    scale: float | None, window: int | None,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "cu_seqlens_q": query_ends,
+        "cu_seqlens_k": key_ends,
+        "max_seqlen_q": longest_query,
+        "max_seqlen_k": longest_key,
+        "softmax_scale": scale,
+        "causal": True,
+        # Tokens before the query's own.
+        "window_size_left": None if window is None else window - 1,
+    }
+
+
+@torch.library.custom_op("strata::flash_attention_4", mutates_args=())
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, query_ends: Tensor | None, key_ends: Tensor | None,
+    longest_query: int | None, longest_key: int | None, scale: float | None, window: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The result, and the logarithms of the sums of exponentials, fp32, [B, H, T] or [H, N]."""
+    settings = _settings(query_ends, key_ends, longest_query, longest_key, scale, window)
+    result, sums, *_ = _package()._flash_attn_fwd(query, key, value, return_lse=True, **settings)
+    return result, sums
+
+
+@_forward.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_settings: Any) -> tuple[Tensor, Tensor]:
+    *rows, tokens, heads, _ = query.shape
+    return query.new_empty(query.shape), query.new_empty(*rows, heads, tokens, dtype=torch.float32)
+
+
+@torch.library.custom_op("strata::flash_attention_4_bwd", mutates_args=())
+def _backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, result: Tensor, sums: Tensor,
+    query_ends: Tensor | None, key_ends: Tensor | None, longest_query: int | None, longest_key: int | None,
+    scale: float | None, window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of query, key and value."""
+    settings = _settings(query_ends, key_ends, longest_query, longest_key, scale, window)
+    # By default atomic additions make a query's gradient of parts in any order.
+    settings["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    gradients = _package()._flash_attn_bwd(query, key, value, result, grad.contiguous(), sums, **settings)
+    return gradients[0], gradients[1], gradients[2]
+
+
+@_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, query_ends, key_ends, *ctx.numbers = inputs
+    ctx.save_for_backward(query, key, value, *output, query_ends, key_ends)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor, grad_sums: None) -> tuple[Tensor | None, ...]:
+    assert grad_sums is None, "flash_attention_4 returns the result alone"
+    return (*_backward(grad, *ctx.saved_tensors, *ctx.numbers), *[None] * 6)
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
