@@ -66,4 +66,5 @@ def test_a_command_imports_what_it_uses(client, admin, kubernetes, tmp_path, com
     loaded = json.loads(modules)
     assert [name for name in loaded if name.split(".")[0] in HEAVY] == []
     assert ("strata_platform.spec.run_spec" in loaded) == (command in WITH_SPEC)
+    assert "strata_platform.doctor.machine_checks" not in loaded
     assert len(loaded) < MOST

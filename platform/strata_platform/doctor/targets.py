@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from strata_platform.doctor import machine_checks
 from strata_platform.doctor.finding import Check
 
 TARGETS = {
@@ -22,6 +21,9 @@ def checks_of(target: str, *, with_flyte: bool = True) -> Iterator[Check]:
         from strata_platform.doctor import cluster_checks
 
         return cluster_checks.checks(with_flyte=with_flyte)
+    # Imported here: every command loads this module for the names of the targets.
+    from strata_platform.doctor import machine_checks
+
     here = machine_checks.Machine.here()
     found = [each for each in machine_checks.CHECKS[target] if with_flyte or each[1] not in machine_checks.OF_FLYTE]
     return iter([(name, lambda look=look: look(here)) for name, look in found])
