@@ -277,8 +277,9 @@ class Grpo(Section):
     num_iterations: Integer = Field(1, ge=1, le=100, description="Optimizer steps for the same answers.")
     generate_ahead: Flag = Field(
         False,
-        description="Generate the answers of the next step before a step learns from its own, so that functions score "
-        "them while the model learns. Their weights are then one step old, and tokens are weighed as "
+        description="Generate the answers of the next step before a step learns from its own, or with a server while "
+        "it learns, so that functions score them while the model learns. Their weights are then one step old, and "
+        "tokens are weighed as "
         "`importance_cap` says. The first step, and the one after a checkpoint, generate for themselves.",
     )
     overlong: Literal["unrewarded", "mask", "rewarded"] = Field(

@@ -122,6 +122,22 @@ class RemoteGenerator:
         Raises:
             Unreachable: the server does not answer in time, or its engine failed.
         """
+        samples = self._patiently(lambda: self._ask(requests, sampling))
+        self._first_answer.compare(requests, samples, sampling)
+        return samples
+
+    def generate_while_training(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample] | None:
+        """As `generate`, in a thread beside the one that trains the model. None if the server is gone.
+
+        A server that is gone is not waited for: the weights that its successor would need are changing.
+        """
+        try:
+            return self._ask(requests, sampling)
+        except _Gone as error:
+            log.warning("%s: %s; the next step generates its answers itself", self._where, error)
+            return None
+
+    def _ask(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
         if not requests:
             return []
         asked = {
@@ -129,11 +145,9 @@ class RemoteGenerator:
             "sampling": sampling_to_json(sampling),
             "requests": requests_to_json(requests),
         }
-        answer = self._patiently(lambda: self._post("/generate", asked))
-        samples = samples_from_json(answer["samples"])
+        samples = samples_from_json(self._post("/generate", asked)["samples"])
         if len(samples) != len(requests):
             raise ValueError(f"{self._where}: {len(samples)} answers to {len(requests)} prompts")
-        self._first_answer.compare(requests, samples, sampling)
         return samples
 
     @property

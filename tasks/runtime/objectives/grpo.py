@@ -26,13 +26,14 @@ from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import Batch
 from tasks.runtime.data.prompts import AnswerRows, Prompt, prompts_of, replacement_of
 from tasks.runtime.data.row_order import row_order
+from tasks.runtime.generation.remote_engine import RemoteGenerator
 from tasks.runtime.models.build import build_model, has_fused_loss, move_to_device, patch
 from tasks.runtime.models.lora import base_fingerprint, without_adapter
 from tasks.runtime.models.varlen_attention import has_varlen_attention, set_varlen_attention
 from tasks.runtime.objectives.answer_log_probs import answer_log_probs, frozen_answer_log_probs
 from tasks.runtime.objectives.generation_metrics import parts_of_step
 from tasks.runtime.objectives.objective import MicroBatchLoss, ObjectiveContext, target_tokens
-from tasks.runtime.objectives.rollout import Rollout, Step, rows_of, sampling_of
+from tasks.runtime.objectives.rollout import Rollout, Step, WhileTraining, rows_of, sampling_of
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.rewards.scoring import Rewards
 
@@ -61,6 +62,8 @@ class Grpo:
         self._written = False
         # With `generate_ahead` or `replacement_rounds`: the rows of all answers.
         self._rows: AnswerRows | None = None
+        # With `generate_ahead` and a server, which answers while the model learns.
+        self._while_training: WhileTraining | None = None
 
     def prepare(self, context: ObjectiveContext) -> PreparedData:
         """Start the processes of rewards, and load the reference model where the run has one. Returns the data."""
@@ -70,6 +73,8 @@ class Grpo:
         tokenizer = data.tokenizer()
         if settings.beta and self._spec.adapter.type == "none":
             self._load_reference(context, varlen=has_varlen_attention(whole.model))
+        if settings.generate_ahead and isinstance(context.generator, RemoteGenerator):
+            self._while_training = context.generator.generate_while_training
         self._rollout = Rollout(
             settings,
             context.generator,
@@ -77,6 +82,7 @@ class Grpo:
             Rewards(settings.rewards, context.processes.device),
             tokenizer,
             self._replacement,
+            self._while_training,
         )
         if settings.generate_ahead or settings.replacement_rounds:
             order = row_order(data.manifest, data.train, self._spec.data, self._spec.seed)
@@ -120,7 +126,7 @@ class Grpo:
         asked = [prompt.answer or 0 for prompt in prompts if prompt is not None]
         if asked != self._asked:
             self._context.whole.update()
-            self._rollout.update_weights()
+            self._rollout.update_weights(processes)
             asking = [prompt for prompt in prompts if prompt is not None]
             self._step = self._rollout.run(asking, processes, self._upcoming(asking))
             self._asked = asked
@@ -144,17 +150,15 @@ class Grpo:
     def _upcoming(self, prompts: list[Prompt]) -> list[Prompt]:
         """This rank's prompts of the next step, if their answers are generated in this one.
 
-        They are not before a checkpoint, so that a run that resumes there generates what it would have otherwise.
+        They are not before a checkpoint, so that a run that resumes there generates what it would have otherwise. Nor
+        are they where a server would answer beside an evaluation, which sends it other weights.
         """
         assert self._context is not None
         spec, rows = self._spec, self._rows
-        step = (prompts[0].answer or 0) // spec.rows_per_step + 1
-        if (
-            not self._settings.generate_ahead
-            or rows is None
-            or step % spec.checkpoint.every == 0
-            or step == self._context.steps
-        ):
+        step, measured = (prompts[0].answer or 0) // spec.rows_per_step + 1, spec.evaluation.every
+        if not self._settings.generate_ahead or rows is None or step == self._context.steps:
+            return []
+        if step % spec.checkpoint.every == 0 or (self._while_training and measured and step % measured == 0):
             return []
         return [rows.prompt((prompt.answer or 0) + spec.rows_per_step) for prompt in prompts]
 

@@ -7,9 +7,11 @@ spread over micro-batches and ranks, and all ranks know the totals of the step.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -30,6 +32,8 @@ from tasks.runtime.rewards.reward_function import Answers
 from tasks.runtime.rewards.scoring import Rewards
 
 T = TypeVar("T")
+# As `Generator.generate`; None if the engine is gone.
+WhileTraining = Callable[[Sequence[Request], Sampling], list[Sample] | None]
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,10 @@ def sampling_of(generation: Generation, data: PreparedData, model: PreTrainedMod
     return Sampling(**values | changes)
 
 
+def _requests(prompts: Sequence[Prompt]) -> list[Request]:
+    return [Request(prompt.token_ids, prompt.answer or 0) for prompt in prompts]
+
+
 def answers_of(prompts: Sequence[Prompt], samples: Sequence[Sample], tokenizer: Any) -> Answers:
     """The answers as rewards get them: as texts without special tokens."""
     return Answers(
@@ -164,27 +172,68 @@ def withheld(rewards: Tensor, finished: Tensor) -> Tensor:
     return rewards.where(finished, rewards.minimum(lowest))
 
 
+class _Background:
+    """Work in a thread, which does not outlive the process."""
+
+    def __init__(self, work: Callable[[], Drawn | None]) -> None:
+        self._work = work
+        self._found: Drawn | None = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="answers of the next step", daemon=True)
+        self._thread.start()
+
+    def result(self) -> Drawn | None:
+        """Wait for it; raises what it has raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._found
+
+    def _run(self) -> None:
+        try:
+            self._found = self._work()
+        except Exception as error:
+            self._error = error
+
+
 class Rollout:
     """Generates and scores the answers of steps."""
 
     def __init__(
         self, settings: Settings, generator: Generator, sampling: Sampling, rewards: Rewards, tokenizer: Any,
-        replacement: Callable[[int, int], Prompt] | None = None,
+        replacement: Callable[[int, int], Prompt] | None = None, while_training: WhileTraining | None = None,
     ) -> None:  # fmt: skip
-        """replacement: the prompt in the place of an answer of the step, by the answer's number and the round."""
-        self._replacement = replacement
+        """replacement: the prompt in the place of an answer of the step, by the answer's number and the round.
+        while_training: generates beside training, by an engine that has its own weights and devices.
+        """
+        self._replacement, self._while_training = replacement, while_training
+        # The answers of the next step that `while_training` generates; seconds that this step waited for its own.
+        self._pending: _Background | None = None
+        self._waited = 0.0
         self._settings, self._generator, self._sampling = settings, generator, sampling
         self._rewards, self._tokenizer = rewards, tokenizer
         self._ended = time.monotonic()
         # Those of the next step, which rewards score meanwhile.
         self._ahead: Drawn | None = None
 
-    def update_weights(self) -> None:
+    def update_weights(self, processes: Processes) -> None:
         """Generate with the weights that the model has now. A collective."""
+        self._collect()
+        if self._while_training is not None:
+            # No rank may still be waiting for answers of the weights before.
+            processes.all_true(True)
         self._generator.update_weights()
+
+    def _collect(self) -> None:
+        """Wait for the answers that are generated while the model learns."""
+        began = time.monotonic()
+        if self._pending is not None:
+            self._ahead, self._pending = self._pending.result(), None
+        self._waited = time.monotonic() - began
 
     def rolled_back(self) -> None:
         """Drop answers that are generated ahead, and measure the next step's time from here."""
+        self._collect()
         if self._ahead is not None:
             # Functions would reply to the next question with what they think of these.
             self._rewards.finish()
@@ -199,15 +248,17 @@ class Rollout:
             drawn = self._draw(prompts)
             self._rewards.begin(drawn.answers)
         assert [prompt.answer for prompt in drawn.prompts] == [prompt.answer for prompt in prompts]
-        self._ahead = self._draw(upcoming) if upcoming else None
+        self._ahead = self._draw(upcoming) if upcoming and self._while_training is None else None
         generated = time.monotonic()
         values = self._rewards.finish()
         if self._ahead is not None:
             self._rewards.begin(self._ahead.answers)
+        if upcoming and self._while_training is not None:
+            self._pending = _Background(partial(self._draw_while_training, upcoming, self._while_training))
         scored = time.monotonic()
         outcomes = [self._outcome(drawn, values, processes)]
         written, replaced = Written.of(outcomes[0]), 0
-        generating, scoring = generated - started, scored - generated
+        generating, scoring = self._waited + generated - started, scored - generated
         while len(outcomes) <= self._settings.replacement_rounds and not bool(outcomes[-1].signal.all()):
             silent = set(outcomes[-1].numbers.view_as(outcomes[-1].groups)[~outcomes[-1].signal].flatten().tolist())
             places = [place for place, prompt in enumerate(drawn.prompts) if prompt.answer in silent]
@@ -248,10 +299,19 @@ class Rollout:
             groups = withheld(groups, finished.bool().view_as(groups))
         return Outcome(numbers, lengths, finished, table[:, 4:], groups)
 
+    def _draw_while_training(self, prompts: Sequence[Prompt], generate: WhileTraining) -> Drawn | None:
+        """Answers, which functions have begun to score; None if there are none. In a thread."""
+        began = time.monotonic()
+        samples = generate(_requests(prompts), self._sampling)
+        if samples is None:
+            return None
+        drawn = Drawn(list(prompts), samples, answers_of(prompts, samples, self._tokenizer), time.monotonic() - began)
+        self._rewards.begin(drawn.answers)
+        return drawn
+
     def _draw(self, prompts: Sequence[Prompt]) -> Drawn:
         began = time.monotonic()
-        requests = [Request(prompt.token_ids, prompt.answer or 0) for prompt in prompts]
-        samples = self._generator.generate(requests, self._sampling)
+        samples = self._generator.generate(_requests(prompts), self._sampling)
         answers = answers_of(prompts, samples, self._tokenizer)
         return Drawn(list(prompts), samples, answers, time.monotonic() - began)
 
