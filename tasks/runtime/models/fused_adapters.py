@@ -265,7 +265,12 @@ def _adds_by_parts(layer: Any) -> bool:
     if any(map(is_hooked, (*norms, layer.self_attn, layer.self_attn.o_proj, layer.mlp))):
         return False
     return all(
-        isinstance(recipe := recipe_of(norm), Norm) and not recipe.center and _is_plain(norm.weight) for norm in norms
+        isinstance(recipe := recipe_of(norm), Norm)
+        and not recipe.center
+        # NanoChat's have none.
+        and getattr(norm, "weight", None) is not None
+        and _is_plain(norm.weight)
+        for norm in norms
     )
 
 

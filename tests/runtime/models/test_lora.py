@@ -8,6 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from strata_platform.spec import DataRecipe, RunSpec
+from strata_platform.spec.kernels import Kernels
 from strata_platform.spec.model import Lora, Model, NoAdapter
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.state import load_model
@@ -18,6 +19,7 @@ from tasks.runtime.export.export_model import export
 from tasks.runtime.models.build import build_model, build_model_on_meta, prepare_for_training
 from tasks.runtime.models.lora import add_adapter, base_fingerprint
 from tasks.runtime.models.trained_weights import build_trained_model, collect_weights
+from tasks.runtime.objectives.training_step import build_training_step
 from tasks.runtime.optim.optimizer import build_optimizer
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tasks.runtime.run_folder.metrics_file import read_points
@@ -176,6 +178,20 @@ def test_an_adapter_computes_what_that_of_peft_does(pretrained, settings):
             outputs.append(model(TOKENS).logits.detach())
     assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[2], outputs[3])
     assert not torch.allclose(outputs[0], outputs[2], atol=1e-2)
+
+
+def test_norms_without_a_weight_run_fused_beside_an_adapter(tmp_path):
+    build_tiny("nanochat").save_pretrained(tmp_path)
+    spec = RunSpec.model_validate({"model": {"name": str(tmp_path)}, "adapter": {"type": "lora", "r": 4}})
+    losses = []
+    for enabled in (False, "auto"):
+        changed = spec.model_copy(update={"kernels": Kernels(enabled=enabled)})
+        model = build_model(spec.model, 0)
+        add_adapter(model, spec.adapter, 0)
+        step = build_training_step(model, changed, torch.device("cpu"))
+        batch = {"input_ids": TOKENS, "labels": TOKENS, "position_ids": torch.arange(TOKENS.numel())[None]}
+        losses.append(step.objective.micro_batch_loss(model, batch, torch.tensor(31)).loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 @pytest.mark.parametrize(
