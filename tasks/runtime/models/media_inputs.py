@@ -72,6 +72,9 @@ class _Collator:
         if self._processor is not None and not any("media" in row for row in rows):
             # Every batch runs the tower, so that sharded weights are gathered, and moments decay, on all ranks alike.
             rows = [*rows, self._unlearned_row(rows[0])]
+        if self._crosses:
+            # A row's tokens may attend to all of its images.
+            rows = [part for row in rows for part in _in_rows_of_their_own(row)]
         inputs: dict[str, Any] = {}
         if self._processor is not None:
             inputs = self._processor.inputs([chat for row in rows for chat in _media_of(row, self._processor)])
@@ -117,11 +120,8 @@ class _Collator:
         first = 0
         found = []
         for row in rows:
-            starts = (row["position_ids"] == 0).nonzero().flatten().tolist()
-            counts = row["document_media"].tolist() if "document_media" in row else []
-            counts += [0] * (len(starts) - len(counts))
             positions = []
-            for begin, end, count in zip(starts, [*starts[1:], None], counts, strict=True):
+            for begin, end, count in _documents(row):
                 ids = row["input_ids"][begin:end]
                 positions.append(self._positions(ids, inputs, first, first + count))
                 first += count
@@ -140,6 +140,28 @@ class _Collator:
         }
         positions, _ = self._rope_index(**{k: v for k, v in arguments.items() if k in self._rope_takes})
         return positions[:, 0]
+
+
+def _documents(row: Row) -> list[tuple[int, int, int]]:
+    """Where each document of a row begins and ends, and how many images or sounds it has."""
+    starts = (row["position_ids"] == 0).nonzero().flatten().tolist()
+    counts = row["document_media"].tolist() if "document_media" in row else []
+    counts += [0] * (len(starts) - len(counts))
+    return list(zip(starts, [*starts[1:], row["position_ids"].numel()], counts, strict=True))
+
+
+def _in_rows_of_their_own(row: Row) -> list[Row]:
+    """The documents of a row, each with its images."""
+    tokens = [name for name in row if name not in MEDIA_COLUMNS]
+    content, sizes, _ = (row.get(name, torch.zeros(0, dtype=torch.int64)) for name in MEDIA_COLUMNS)
+    media, lengths, found = iter(content.split(sizes.tolist())), iter(sizes), []
+    for begin, end, count in _documents(row):
+        part = {name: row[name][begin:end] for name in tokens}
+        if count:
+            own = torch.cat([next(media) for _ in range(count)]), torch.stack([next(lengths) for _ in range(count)])
+            part |= dict(zip(MEDIA_COLUMNS, (*own, torch.tensor([count])), strict=True))
+        found.append(part)
+    return found
 
 
 def answers(labels: Tensor, position_ids: Tensor) -> Tensor:

@@ -333,9 +333,9 @@ def test_other_processes_make_the_same_batches(tmp_path):
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3", "mllama"])
 def test_answers_of_a_pair_have_the_likelihoods_of_plain_transformers(family, tmp_path):
-    """Under dpo both answers share a row, each with its own copy of the image."""
+    """Under dpo both answers share a row of the data, each with its own copy of the image."""
     folder = FAMILIES[family](tmp_path / "model")
     picture("circle", random.Random(4), 32).save(tmp_path / "a.png")
     said = {"chosen": "circle", "rejected": "cross"}
@@ -344,7 +344,7 @@ def test_answers_of_a_pair_have_the_likelihoods_of_plain_transformers(family, tm
     (tmp_path / "rows.jsonl").write_text(json.dumps(pair))
     spec = RunSpec.model_validate({
         "model": {"name": str(folder)}, "objective": {"type": "dpo"},
-        "data": {"source": str(tmp_path / "rows.jsonl"), "validation_fraction": 0},
+        "data": {"source": str(tmp_path / "rows.jsonl"), "validation_fraction": 0, "packing": family != "mllama"},
     })  # fmt: skip
     recipe = DataRecipe.from_spec(spec, fingerprint(spec))
     data = prepare(recipe, tmp_path / "data", report=print)
