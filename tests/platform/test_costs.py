@@ -47,7 +47,7 @@ def test_a_gpu_without_a_price_has_no_cost_and_no_gpu_costs_nothing():
     assert used.cost == 0.0
 
 
-def test_the_table_of_this_machine_has_every_attempt_of_its_runs(tmp_path, monkeypatch):
+def test_the_table_of_this_machine_has_every_attempt_of_its_runs(tmp_path, monkeypatch, caplog):
     """Of those submitted in the time that is asked for."""
     now = 100 * DAY
     for module in ("cli", "backends.local"):
@@ -60,12 +60,15 @@ def test_the_table_of_this_machine_has_every_attempt_of_its_runs(tmp_path, monke
         "goes-on": ((0, "Submitted"), (22, "Started"), (23, "Stage")),
         "old": ((-1000, "Submitted"), (-1000, "Started"), (-999, "Failed")),
     }  # fmt: skip
-    phases = {"new": Phase.SUCCEEDED, "goes-on": Phase.RUNNING, "old": Phase.FAILED}
+    # A spec that this version rejects.
+    events["rejected"] = events["goes-on"]
+    phases = {"new": Phase.SUCCEEDED, "goes-on": Phase.RUNNING, "rejected": Phase.FAILED, "old": Phase.FAILED}
     runs = []
     for name, happened in events.items():
         files = RunFiles(tmp_path / name)
         files.folder.mkdir(parents=True)
-        files.spec.write_text("topology: {nproc_per_node: 4}\nparallel: {type: ddp}\n")
+        removed = "no_such_field: 1\n" if name == "rejected" else ""
+        files.spec.write_text(f"topology: {{nproc_per_node: 4}}\nparallel: {{type: ddp}}\n{removed}")
         for hours, reason in happened:
             files.add_event(Event(began + hours * hour, reason, ""))
         (files.run / "record.json").write_text(json.dumps({"device": "NVIDIA H200"}))
@@ -82,8 +85,9 @@ def test_the_table_of_this_machine_has_every_attempt_of_its_runs(tmp_path, monke
     head, *lines = rows().splitlines()
     # 1 + 2 + 1 hours, and two of the one that goes on, of four GPUs.
     assert head.split("  ")[0] == "PROJECT" and [line.split() for line in lines] == [
-        ["local", "ada", "2", "0", "24.00", "0.00", "48.00", "EUR"]
+        ["local", "ada", "3", "1", "24.00", "0.00", "48.00", "EUR"]
     ]
     (ada,) = json.loads(rows("--days", "90", "--format", "json"))
-    assert (ada["owner"], ada["runs"], ada["cost"]) == ("ada", 3, 56.0)
+    assert "what rejected held is not known: " in caplog.text and "no_such_field" in caplog.text
+    assert (ada["owner"], ada["runs"], ada["cost"]) == ("ada", 4, 56.0)
     assert CliRunner().invoke(app, ["costs", "--project", "language"]).exit_code == 2

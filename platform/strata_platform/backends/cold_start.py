@@ -48,7 +48,7 @@ def before_processes(pods: Iterable[Object], workloads: Sequence[Object], events
     """
     training = [pod for pod in pods if shape_of(pod) is not None]
     first = next((pod for pod in reversed(training) if index_of(pod) == 0), None)
-    status = next(iter(first["status"].get("containerStatuses") or []), None) if first else None
+    status = _status_of(first) if first else None
     if first is None or status is None or status.get("restartCount"):
         return []
     state = status.get("state") or {}
@@ -81,6 +81,13 @@ def of_record(record: Mapping[str, Any]) -> list[Event]:
             at += seconds
             found.append(Event(at, REASON, f"{phase}: {seconds:.2f} s"))
     return found
+
+
+def _status_of(pod: Object) -> Object | None:
+    """The status of the training container, the first of the spec; None before the kubelet has written it."""
+    # Statuses are in the order of the names: a sidecar's may come first.
+    name = pod["spec"]["containers"][0]["name"]
+    return next((each for each in pod["status"].get("containerStatuses") or [] if each["name"] == name), None)
 
 
 def _replaces(pod: Object, training: Iterable[Object]) -> bool:

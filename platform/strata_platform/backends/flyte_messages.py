@@ -14,6 +14,7 @@ from flyteidl.core import literals_pb2
 from flyteidl.core.execution_pb2 import TaskExecution as Phases
 from flyteidl.core.execution_pb2 import WorkflowExecution
 
+from strata_platform.errors import BackendError
 from strata_platform.runs import Event, Held, Phase
 
 if TYPE_CHECKING:
@@ -127,8 +128,15 @@ def is_on_gpus(attempt: TaskExecution) -> bool:
     return name.endswith(_FINISH) or _TRAINING.search(name) is not None
 
 
-def held_by(attempt: TaskExecution, spec: Mapping[str, Any], until: float) -> Held | None:
-    """What an attempt of such a task held, by its inputs; None if it never ran. `until`: of one that has no end."""
+def held_by(attempt: TaskExecution, spec: Any, until: float) -> Held | None:
+    """What an attempt of such a task held, by its inputs; None if it never ran.
+
+    Args:
+        spec: As JSON, None where the store has lost it. Other versions may have written it.
+        until: The end of an attempt that has none.
+
+    Raises: `BackendError` if the spec does not say what the attempt held.
+    """
     closure = attempt.closure
     began = closure.started_at.ToNanoseconds() / 1e9
     if not began:
@@ -136,5 +144,16 @@ def held_by(attempt: TaskExecution, spec: Mapping[str, Any], until: float) -> He
     ended = closure.updated_at.ToNanoseconds() / 1e9
     seconds = closure.duration.ToNanoseconds() / 1e9 or max(ended if closure.phase in _ENDS else until, began) - began
     shape = _TRAINING.search(attempt.id.task_id.name)
-    gpu = (spec["resources"]["gpu_type"] or "") if spec["resources"]["gpu"] else None
-    return Held(seconds, int(shape[1]) * int(shape[2]) if shape else 1, gpu)
+    return Held(seconds, int(shape[1]) * int(shape[2]) if shape else 1, _gpu_of(spec))
+
+
+def _gpu_of(spec: Any) -> str | None:
+    """The GPU that a spec asks for, empty if it names none; None without GPUs."""
+    if spec is None:
+        raise BackendError("its inputs are gone")
+    resources = spec.get("resources") if isinstance(spec, Mapping) else None
+    resources = resources if isinstance(resources, Mapping) else {}
+    for field in ("gpu", "gpu_type"):
+        if field not in resources:
+            raise BackendError(f"the spec among its inputs has no resources.{field}")
+    return (resources["gpu_type"] or "") if resources["gpu"] else None

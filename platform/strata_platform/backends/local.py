@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from strata_platform.backends.backend import Pause, already_runs, destinations, find_gpu, parse_points, with_progress
 from strata_platform.backends.kept_logs import kept_lines
 from strata_platform.backends.run_state import CANCEL, RESUBMIT, RunFiles, State, read_last, tail
-from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound
+from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound, SpecError
 from strata_platform.estimate.gpus import Gpu
 from strata_platform.file_io import acquire_lock
 from strata_platform.owner import this_user
@@ -201,13 +201,20 @@ class LocalBackend:
 
     def held(self, since: float) -> Iterator[tuple[Run, Sequence[Held] | None]]:
         """The attempts in the events of the registry's runs, on the device of the record or this machine's GPU."""
+        from strata_platform.spec import load_spec
+
         for run in self.list(None, None):
             if (run.submitted or 0.0) < since:
                 continue
             files = RunFiles(Path(run.where))
-            from strata_platform.spec import load_spec
-
-            spec, record = load_spec(files.spec), RunLayout(files.run).record
+            try:
+                spec = load_spec(files.spec)
+            except SpecError as error:
+                # Another version may have written it.
+                log.warning("what %s held is not known: %s", run.name, error)
+                yield run, None
+                continue
+            record = RunLayout(files.run).record
             device = json.loads(record.read_text(encoding="utf-8")).get("device") if record.exists() else None
             if device is None:
                 found = self.gpu(spec.resources)

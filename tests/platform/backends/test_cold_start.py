@@ -113,6 +113,16 @@ RESTARTED["metadata"]["labels"]["jobset.sigs.k8s.io/restart-attempt"] = "1"
 CASES["a JobSet that restarted its pods"] = ([RESTARTED], [WORKLOAD], [], ["scheduler: 2 s", "image, container: 35 s"])
 CASES["the container starts again"] = ([changed(POD, status__containerStatuses=STARTED_AGAIN)], [WORKLOAD], [], [])
 CASES["has not started"] = ([changed(POD, status__containerStatuses=WAITS)], [WORKLOAD], PULLED, [])
+SIDECAR = {"name": "istio-proxy", "restartCount": 3, "state": {"running": {"startedAt": f"{DAY}10:09:00Z"}}}
+CASES["a sidecar whose name is first"] = (
+    [
+        changed(
+            POD, status__containerStatuses=[SIDECAR, *POD["status"]["containerStatuses"]],
+            spec__containers=[*POD["spec"]["containers"], {"name": "istio-proxy"}],
+        )
+    ],
+    [WORKLOAD], PULLED, ["queue: 41 s", *JOB, "volumes: 2 s", "image: 31 s", "container: 2 s"],
+)  # fmt: skip
 CASES["no pod"] = ([], [WORKLOAD], PULLED, [])
 
 

@@ -8,8 +8,10 @@ from datetime import UTC, datetime
 from types import SimpleNamespace
 
 import grpc
+import msgpack
 import pytest
 from flyteidl.core import execution_pb2 as core_pb2
+from flyteidl.core import literals_pb2
 from typer.testing import CliRunner
 
 from strata_platform import kept_log, progress_line
@@ -584,11 +586,16 @@ def test_costs_are_those_of_every_attempt_that_flyte_knows(client, admin, kubern
     spec = {"name": "run", "resources": {"gpu": 4, "gpu_type": "NVIDIA-H200"}, "parallel": {"type": "ddp"},
             "topology": {"nnodes": 2, "nproc_per_node": 4}}  # fmt: skip
     inputs = spec_inputs(RunSpec.model_validate(spec))
-    for name, phase in (("run", "FAILED"), ("run-x2", "SUCCEEDED"), ("goes-on", "RUNNING"), ("removed", "FAILED")):
+    phases = {"run": "FAILED", "run-x2": "SUCCEEDED", "goes-on": "RUNNING", "removed": "FAILED", "early": "FAILED"}
+    for name, phase in phases.items():
         admin.add(name, getattr(core_pb2.WorkflowExecution, phase), name.removesuffix("-x2"), owner="ada")
         admin.nodes[name, ""] = {f"{name}-n0": True}
         admin.nodes[name, f"{name}-n0"] = {f"{name}-dn0": False, f"{name}-dn1": False}
         admin.inputs |= {f"{name}-dn0": inputs, f"{name}-dn1": inputs} if name != "removed" else {}
+    # Of a version whose specs had no gpu_type.
+    early = literals_pb2.Binary(value=msgpack.dumps({"resources": {"gpu": 4}}), tag="msgpack")
+    early = literals_pb2.Literal(scalar=literals_pb2.Scalar(binary=early))
+    admin.inputs["early-dn0"] = literals_pb2.LiteralMap(literals={"spec": early})
     # One that waited only, one that ended the attempt, and one without a duration, as of an abort.
     admin.attempt("run-dn0", TRAINING, 0, TASK.FAILED, began=None, updated=50)
     admin.attempt("run-dn0", TRAINING, 1, TASK.FAILED, began=100, seconds=1800)
@@ -597,7 +604,8 @@ def test_costs_are_those_of_every_attempt_that_flyte_knows(client, admin, kubern
     admin.attempt("run-x2-dn1", FINISHING, 0, TASK.SUCCEEDED, began=3000, seconds=1800)
     admin.attempt("run-x2-dn1", "tasks.prepare.prepare", 0, TASK.SUCCEEDED, began=0, seconds=9999)
     admin.attempt("goes-on-dn0", TRAINING, 0, TASK.RUNNING, began=0)
-    admin.attempt("removed-dn0", TRAINING, 0, TASK.FAILED, began=0, seconds=1800)
+    for name in ("removed", "early"):
+        admin.attempt(f"{name}-dn0", TRAINING, 0, TASK.FAILED, began=0, seconds=1800)
     at = datetime(2026, 11, 22, 1, tzinfo=UTC).timestamp()
     monkeypatch.setattr("strata_platform.backends.flyte.time", SimpleNamespace(time=lambda: at))
     kubernetes.content["configmaps"]["strata-prices"] = (200, {"prices.yaml": "currency: USD\ngpus: {h200: 3}"})
@@ -608,11 +616,12 @@ def test_costs_are_those_of_every_attempt_that_flyte_knows(client, admin, kubern
     # (1800 + 900 + 2700 + 3600) s of eight GPUs, and 1800 s of one.
     hours, cost = 8 * 9000 / 3600 + 0.5, 3 * (8 * 9000 / 3600 + 0.5)
     assert [line.split() for line in done.stdout.splitlines()[1:]] == [
-        [f"{project}/development", "ada", "3", "1", f"{hours:.2f}", "0.00", f"{cost:.2f}", "USD"]
+        [f"{project}/development", "ada", "4", "2", f"{hours:.2f}", "0.00", f"{cost:.2f}", "USD"]
         for project in ("flytesnacks", "rival")
     ]
     assert admin.listed == ["flytesnacks", "rival"]
-    assert "what removed held is not known: Flyte refused to read what removed held: the inputs are gone" in caplog.text
+    assert "what removed held is not known: its inputs are gone" in caplog.text
+    assert "what early held is not known: the spec among its inputs has no resources.gpu_type" in caplog.text
 
 
 def test_a_store_that_does_not_answer_is_said_by_get(client, admin, tmp_path):

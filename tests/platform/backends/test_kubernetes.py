@@ -122,7 +122,7 @@ def pod(name, index=0, phase="Running", ended=None, restart=0):
     return {
         "metadata": {"name": name, "uid": f"uid-{name}", "labels": labels, "creationTimestamp": TIME},
         "spec": {"containers": [{"name": "main"}]},
-        "status": {"phase": phase, "startTime": TIME, "containerStatuses": [{"state": state}]},
+        "status": {"phase": phase, "startTime": TIME, "containerStatuses": [{"name": "main", "state": state}]},
     }
 
 

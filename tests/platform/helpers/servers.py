@@ -187,9 +187,8 @@ class Admin(admin_pb2_grpc.AdminServiceServicer):
 
     def GetTaskExecutionData(self, request, context):
         node = request.id.node_execution_id.node_id
-        if node not in self.inputs:
-            context.abort(grpc.StatusCode.NOT_FOUND, "the inputs are gone")
-        return task_execution_pb2.TaskExecutionGetDataResponse(full_inputs=self.inputs[node])
+        # Like flyteadmin, which answers with none where the store has lost them.
+        return task_execution_pb2.TaskExecutionGetDataResponse(full_inputs=self.inputs.get(node))
 
     def attempt(self, node, task, number, phase, began=None, seconds=0, updated=0):
         """An attempt of a task that began so many seconds after its execution's day."""
