@@ -10,11 +10,12 @@ from typing import TypeVar
 
 from flytekit import FlyteContextManager
 from flytekit.exceptions.base import FlyteException
-from flytekit.exceptions.user import FlyteDataNotFoundException, FlyteRecoverableException
+from flytekit.exceptions.system import FlyteDownloadDataException, FlyteUploadDataException
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from tasks.steps.retry import store_pauses
+from tasks.attempts import retried_by_flyte
+from tasks.steps.retry import Patience
 
 T = TypeVar("T")
 Sleep = Callable[[float], object]
@@ -31,8 +32,8 @@ def is_local() -> bool:
 def directory(path: Path | str, sleep: Sleep = time.sleep) -> FlyteDirectory:
     """A folder as a task's output. A local run passes the path: weights are large, and a copy would land in /tmp.
 
-    On a cluster it is uploaded now. While the store is away it is tried again, as long as `store_pauses` says. Raises
-    FlyteRecoverableException after that.
+    On a cluster it is uploaded now. While the store is away it is tried again, as long as `Patience` says. Raises
+    FlyteRecoverableException after that, and `FINAL_ERRORS` at once.
     """
     if is_local():
         return FlyteDirectory(str(path), remote_directory=False)
@@ -69,21 +70,18 @@ def _stored(path: Path | str, is_folder: bool, sleep: Sleep) -> str:
 
 
 def _patiently(call: Callable[[], T], problem: str, sleep: Sleep) -> T:
-    """The result of `call`, which is tried again while the store is away, as long as `store_pauses` says."""
-    waited = 0.0
-    for pause in (*store_pauses(), None):
-        try:
-            return call()
-        except FlyteDataNotFoundException:
-            raise
-        except (FlyteException, OSError) as error:
-            if not waited:
-                log.warning("%s (%s); trying again", problem, error)
-            if pause is None:
-                raise FlyteRecoverableException(f"{problem} for {waited:.0f} s: {error}") from error
-        sleep(pause)
-        waited += pause
-    raise AssertionError("the last attempt returns or raises")
+    """The result of `call`, which is tried again while the store is away, as long as `Patience` says."""
+    patience = Patience(problem)
+    with retried_by_flyte():
+        while True:
+            try:
+                return call()
+            except Exception as error:
+                # flytekit wraps every error of the store's client.
+                wraps = isinstance(error, FlyteDownloadDataException | FlyteUploadDataException)
+                inner = error.__context__ if wraps else None
+                pause = patience.pause_after(inner if isinstance(inner, Exception) else error)
+            sleep(pause)
 
 
 def is_stored(url: str) -> bool:

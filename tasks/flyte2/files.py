@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
 import flyte
 from flyte.io import Dir, File
+from obstore.exceptions import NotFoundError, PermissionDeniedError, UnauthenticatedError
 
-from tasks.steps.retry import Retry, store_pauses
+from tasks.steps.retry import Patience
 
 T = TypeVar("T")
 Sleep = Callable[[float], Awaitable[object]]
 
-log = logging.getLogger(__name__)
+# Those of its client that are no OSError.
+_FINAL_ERRORS = (NotFoundError, PermissionDeniedError, UnauthenticatedError)
 
 
 def is_local() -> bool:
@@ -27,8 +28,8 @@ def is_local() -> bool:
 async def stored(path: Path, sleep: Sleep = asyncio.sleep) -> Dir | File:
     """A folder or a file as a task's output. Without a cluster, Flyte passes the path.
 
-    While the store is away it is tried again, as long as `store_pauses` says. Raises Retry after that, and
-    FileNotFoundError if `path` is not there.
+    While the store is away it is tried again, as long as `Patience` says. Raises Retry after that, `FINAL_ERRORS` at
+    once, and FileNotFoundError if `path` is not there.
     """
     if not path.exists():
         raise FileNotFoundError(f"{path} was to be stored, and is not there")
@@ -42,19 +43,11 @@ async def fetched(folder: Dir, sleep: Sleep = asyncio.sleep) -> Path:
 
 
 async def _patiently(call: Callable[[], Awaitable[T]], problem: str, sleep: Sleep) -> T:
-    """The result of `call`, which is tried again while the store is away, as long as `store_pauses` says."""
-    waited = 0.0
-    for pause in (*store_pauses(), None):
+    """The result of `call`, which is tried again while the store is away, as long as `Patience` says."""
+    patience = Patience(problem, _FINAL_ERRORS)
+    while True:
         try:
             return await call()
-        except FileNotFoundError:
-            raise
-        # The stores' clients have errors of their own.
         except Exception as error:
-            if not waited:
-                log.warning("%s (%s); trying again", problem, error)
-            if pause is None:
-                raise Retry(f"{problem} for {waited:.0f} s: {error}") from error
+            pause = patience.pause_after(error)
         await sleep(pause)
-        waited += pause
-    raise AssertionError("the last attempt returns or raises")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,6 +12,10 @@ from strata_platform.outcomes import RunError
 # Seconds for which a store may be away when a task hands over a folder, and between two attempts.
 STORE_SECONDS = 900.0
 INITIAL_PAUSE, LONGEST_PAUSE = 1.0, 30.0
+FINAL_ERRORS = (ValueError, TypeError, PermissionError, FileNotFoundError)
+"""Errors that another call would raise again. Others are retried: clients have many for a store that is away."""
+
+log = logging.getLogger(__name__)
 
 
 class Retry(RuntimeError):
@@ -27,13 +33,30 @@ def retried() -> Iterator[None]:
         raise Retry(str(error)) from error
 
 
-def store_pauses() -> Iterator[float]:
-    """Seconds to wait after each attempt to store a folder: longer each time, and `STORE_SECONDS` in all.
+class Patience:
+    """Says when a call to a store is repeated: until `STORE_SECONDS` after the first one began, calls included.
 
     Another attempt of the task would queue all its pods again, behind others, for a copy.
+
+    Args:
+        problem: What did not work, for messages.
+        final: Errors of the client that are raised at once, as `FINAL_ERRORS` are.
     """
-    waited, pause = 0.0, INITIAL_PAUSE
-    while waited + pause <= STORE_SECONDS:
-        yield pause
-        waited += pause
-        pause = min(2 * pause, LONGEST_PAUSE)
+
+    def __init__(self, problem: str, final: tuple[type[Exception], ...] = ()) -> None:
+        self._problem = problem
+        self._final: tuple[type[Exception], ...] = (*FINAL_ERRORS, *final)
+        self._began, self._pause, self._has_warned = time.monotonic(), INITIAL_PAUSE, False
+
+    def pause_after(self, error: Exception) -> float:
+        """Seconds to wait before the next call, longer each time. Raises a final `error`, and Retry at the end."""
+        if isinstance(error, self._final):
+            raise error
+        passed = time.monotonic() - self._began
+        if passed + self._pause > STORE_SECONDS:
+            raise Retry(f"{self._problem} for {passed:.0f} s: {error}") from error
+        if not self._has_warned:
+            log.warning("%s (%s); trying again", self._problem, error)
+            self._has_warned = True
+        pause, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
+        return pause

@@ -252,3 +252,25 @@ def test_a_store_that_is_away_when_a_folder_is_read_is_waited_for(tmp_path, flyt
 
     monkeypatch.setattr(Dir, "download", away)
     assert asyncio.run(fetched(folder, sleep)).is_dir() and pauses == [1, 2, 4]
+
+
+@pytest.mark.parametrize("name", ["ValueError", "TypeError", "PermissionError", "obstore.UnauthenticatedError"])
+def test_what_another_call_would_not_mend_is_not_waited_for(name, tmp_path, flyte_2, monkeypatch):
+    import builtins
+
+    import obstore.exceptions
+    from flyte.io import Dir
+
+    from tasks.flyte2.files import stored
+
+    error = getattr(obstore.exceptions if "." in name else builtins, name.rpartition(".")[2])
+
+    async def fail(*_):
+        raise error("no")
+
+    async def sleep(_):
+        raise AssertionError("waited")
+
+    monkeypatch.setattr(Dir, "from_local", fail)
+    with pytest.raises(error, match="no"):
+        asyncio.run(stored(tmp_path, sleep))

@@ -1,6 +1,7 @@
 """Files between tasks: a store that is away is waited for, in place."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -12,6 +13,7 @@ from flytekit.types.directory import FlyteDirectory
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tasks import paths
+from tasks.steps import retry
 
 
 @pytest.fixture
@@ -87,11 +89,45 @@ def test_a_store_that_comes_back_gets_the_folder_without_another_attempt(weights
     assert found == {"metrics.jsonl": b"{}", "inner/model.safetensors": b"weights"}
 
 
-def test_a_store_that_stays_away_is_a_matter_for_another_attempt(weights, store):
-    pauses = []
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that passed, as a list, by a clock that stands still otherwise."""
+    passed = []
+    monkeypatch.setattr(retry, "time", SimpleNamespace(monotonic=lambda: sum(passed)))
+    return passed
+
+
+def test_a_store_that_stays_away_is_a_matter_for_another_attempt(weights, store, clock):
     with pytest.raises(FlyteRecoverableException, match=r"weights could not be stored for 8\d\d s: "):
-        paths.directory(weights, pauses.append)
-    assert 870 < sum(pauses) <= 900
+        paths.directory(weights, clock.append)
+    assert 870 < sum(clock) <= 900
+
+
+def test_the_time_of_calls_that_fail_counts(weights, store, clock, monkeypatch):
+    def put(*_, **__):
+        clock.append(100)
+        raise TimeoutError("no answer")
+
+    monkeypatch.setattr(store, "put", put)
+    with pytest.raises(FlyteRecoverableException, match=r"weights could not be stored for 8\d\d s: no answer"):
+        paths.directory(weights, clock.append)
+    # Eight calls, and seven pauses.
+    assert clock == [100, 1, 100, 2, 100, 4, 100, 8, 100, 16, 100, 30, 100, 30, 100]
+
+
+@pytest.mark.parametrize("error", [ValueError, TypeError, PermissionError, FileNotFoundError])
+def test_what_another_call_would_not_mend_ends_at_once(error, weights, store, monkeypatch):
+    def fail(*_, **__):
+        raise error("no")
+
+    for call in ("put", "get"):
+        monkeypatch.setattr(store, call, fail)
+    monkeypatch.setattr(store, "is_away", False)
+    with pytest.raises(error, match="no"):
+        paths.directory(weights, pytest.fail)
+    # flytekit has an error of its own, a ValueError, for what is not there.
+    with pytest.raises((error, ValueError)):
+        paths.fetched(handed("away://bucket/run/other"), pytest.fail)
 
 
 def handed(url):
@@ -127,8 +163,7 @@ def test_what_the_store_does_not_have_is_not_waited_for(store, monkeypatch):
         paths.fetched(handed("away://bucket/run/removed"), pytest.fail)
 
 
-def test_what_cannot_be_read_for_long_is_a_matter_for_another_attempt(store):
-    pauses = []
+def test_what_cannot_be_read_for_long_is_a_matter_for_another_attempt(store, clock):
     with pytest.raises(FlyteRecoverableException, match=r"away://bucket/run/gone could not be read for 8\d\d s: "):
-        paths.fetched(handed("away://bucket/run/gone"), pauses.append)
-    assert 870 < sum(pauses) <= 900
+        paths.fetched(handed("away://bucket/run/gone"), clock.append)
+    assert 870 < sum(clock) <= 900
