@@ -311,12 +311,12 @@ def _linear_layers(model: PreTrainedModel) -> tuple[str, ...]:
         if isinstance(layer, nn.Linear | Conv1D)
         and (type(layer).forward in _PLAIN or type(layer).__module__.startswith("bitsandbytes."))
         and layer is not head
-        and path.rpartition(".")[2] not in _read_by(classes[path.rpartition(".")[0]])
+        and path.rpartition(".")[2] not in weights_read_by(classes[path.rpartition(".")[0]])
     )
 
 
 @cache
-def _read_by(owner: type[nn.Module]) -> frozenset[str]:
+def weights_read_by(owner: type[nn.Module]) -> frozenset[str]:
     """The names of layers whose weights the code of a class of modules reads, beyond their dtype, device and shape."""
     try:
         source = inspect.getsource(owner)

@@ -11,6 +11,7 @@ a product needs them, in the forward pass and again in the backward pass.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.model import Lora
 from strata_platform.spec.run_spec import Parallel
 from tasks.runtime.models.build import compute_dtype
-from tasks.runtime.models.lora import saved_modules
+from tasks.runtime.models.lora import saved_modules, weights_read_by
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Linear4bit
@@ -115,6 +116,7 @@ def quantize_linear_layers(model: PreTrainedModel, spec: RunSpec) -> Iterator[No
     assert isinstance(spec.adapter, Lora)
     exact = {model.get_output_embeddings(), *(module for _, module in saved_modules(model, spec.adapter))}
     dtype, storage = compute_dtype(spec.model, spec.parallel), _storage(spec.parallel)
+    read: Counter[str] = Counter()
     for path, layer in list(model.named_modules()):
         if type(layer) is not nn.Linear or layer in exact:
             continue
@@ -124,7 +126,13 @@ def quantize_linear_layers(model: PreTrainedModel, spec: RunSpec) -> Iterator[No
             )
             continue
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, _linear_4bit(layer, dtype, storage))
+        owner = model.get_submodule(parent)
+        if name in weights_read_by(type(owner)):
+            read[f"{name} of {type(owner).__name__}"] += 1
+            continue
+        setattr(owner, name, _linear_4bit(layer, dtype, storage))
+    for layers, count in read.items():
+        log.info("adapter.quantization: %s is not quantized in %d layers, whose code reads the weight", layers, count)
     if spec.packs_experts:
         _pack_experts(model, exact, dtype, storage)
     model.is_loaded_in_4bit = True

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
+from strata_kernels import patch_model
 from strata_platform.errors import SpecError
 from strata_platform.estimate import shape_of
 from strata_platform.estimate.memory import memory_of
@@ -22,7 +23,7 @@ from strata_platform.spec.training import Training
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.models.activation_checkpointing import checkpoint_activations
-from tasks.runtime.models.build import build_model
+from tasks.runtime.models.build import build_model, move_to_device
 from tasks.runtime.models.lora import add_adapter
 from tasks.runtime.models.quantization import (
     _linear_4bit,
@@ -35,6 +36,7 @@ from tasks.runtime.models.trained_weights import build_trained_model, collect_we
 from tasks.runtime.parallel import require_packages
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import CompletionRecord
+from tests.kernels.helpers.tiny_models import build_tiny
 from tests.runtime.helpers.comparable_runs import SAVED, approx, curve, file_of, make_spec, rounded
 from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_forked import ROOT, launch
@@ -268,3 +270,24 @@ def test_a_layer_of_no_whole_blocks_stays_as_it_is_and_that_is_said(output, capl
     assert caplog.messages == [
         "adapter.quantization: model.layers.0.mlp.down_proj is not quantized, because its size is not a multiple of 64"
     ]
+
+
+@needed
+@pytest.mark.parametrize(("family", "kept"), [("jamba", {"dt_proj"}), ("falcon_h1", {"out_proj"}), ("llama", set())])
+def test_layers_whose_weight_other_code_reads_stay_exact(family, kept, caplog):
+    """Mamba's scan takes the weights themselves, which four bits are not."""
+    model = build_tiny(family)
+    spec = RunSpec.model_validate({
+        "model": {"name": "any", "dtype": "float32"},
+        "adapter": {"type": "lora", "quantization": "nf4", "target_modules": ["q_proj"]},
+    })  # fmt: skip
+    with caplog.at_level("INFO"), quantize_linear_layers(model, spec):
+        add_adapter(model, spec.adapter, 0)
+    exact = {name for name, module in model.named_modules() if type(module) is torch.nn.Linear and "lora" not in name}
+    assert {name.rpartition(".")[2] for name in exact} - {"lm_head"} == kept
+    assert all(f"{name} of " in caplog.text for name in kept)
+    # Before experts are packed, which is when they move.
+    patch_model(model)
+    move_to_device(model, torch.device("cpu"))
+    tokens = torch.arange(12)[None] + 3
+    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
