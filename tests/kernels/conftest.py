@@ -97,9 +97,11 @@ def no_memory_kept() -> Iterator[None]:
 def within_bar(path: str) -> Bar:
     """`within_bar(ours, torchs, exact)`: never more than twice as far from fp64 as PyTorch at the same dtype."""
 
-    def check(ours: torch.Tensor, torchs: torch.Tensor, exact: torch.Tensor, roundings: int = 1) -> None:
+    def check(
+        ours: torch.Tensor, torchs: torch.Tensor, exact: torch.Tensor, roundings: int = 1, terms: int = 1
+    ) -> None:
         truncated = path == "interpreter" and ours.dtype == torch.bfloat16
-        hold_to_bar(ours, torchs, exact, truncated=truncated, roundings=roundings)
+        hold_to_bar(ours, torchs, exact, truncated=truncated, roundings=roundings, terms=terms)
 
     return check
 

@@ -61,7 +61,8 @@ def hold(rank: int, index: Tensor, inputs: list[Tensor], within_bar, gradients, 
     theirs = gradients(merged(scale, index, **options), inputs)
     truth = gradients(merged(scale, index, **options), [x.double() for x in inputs])
     for results in zip(mine, theirs, truth, strict=True):
-        within_bar(*results, roundings=ROUNDINGS)
+        # Products sum over features, or tokens.
+        within_bar(*results, roundings=ROUNDINGS, terms=max(inputs[0].shape))
 
 
 # (tokens, width, inner, experts, k), rank: ragged, several tiles, a rank above the features summed at a time.

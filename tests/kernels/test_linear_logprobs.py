@@ -68,7 +68,8 @@ def compare_trained(within_bar: Callable[..., None]) -> Callable[..., None]:
         # In 16 bits the logits of the two passes may be rounded to neighbors: their products add up in another order.
         roundings = 1 if inputs[0].dtype == torch.float32 else 2
         for each in zip(*results, strict=True):
-            within_bar(*each, roundings)
+            # The gradient of x sums over the vocabulary.
+            within_bar(*each, roundings, inputs[1].shape[0])
 
     return run
 

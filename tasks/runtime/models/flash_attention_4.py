@@ -92,7 +92,7 @@ def _settings(
     }
 
 
-@torch.library.custom_op("strata::flash_attention_4", mutates_args=())
+@torch.library.custom_op("strata_runtime::flash_attention_4", mutates_args=())
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, query_ends: Tensor | None, key_ends: Tensor | None,
     longest_query: int | None, longest_key: int | None, scale: float | None, window: int | None,
@@ -109,7 +109,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_settings: Any) -> tuple[Tenso
     return query.new_empty(query.shape), query.new_empty(*rows, heads, tokens, dtype=torch.float32)
 
 
-@torch.library.custom_op("strata::flash_attention_4_bwd", mutates_args=())
+@torch.library.custom_op("strata_runtime::flash_attention_4_bwd", mutates_args=())
 def _backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, result: Tensor, sums: Tensor,
     query_ends: Tensor | None, key_ends: Tensor | None, longest_query: int | None, longest_key: int | None,
