@@ -10,36 +10,54 @@ Its functions are wrapped into operators of PyTorch's: so `per_op` keeps their r
 from __future__ import annotations
 
 import importlib
+import logging
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
-# Of heads: those whose results and gradients a test holds against fp64.
-_SIZES = (64, 128)
-_DTYPES = (torch.bfloat16, torch.float16)
-# Compute capabilities: Hopper's. The package has kernels for others, which nobody has tried here.
+log = logging.getLogger(__name__)
+
+# Versions whose results and gradients a test has held against fp64, on Hopper, for heads of these sizes. Other betas
+# have other arguments, or no backward pass of packed rows there.
+_TESTED = ("4.0.0b36",)
 _MAJOR = 9
+_SIZES = (64, 128)
+
+
+def usable_version(config: PretrainedConfig) -> str | None:
+    """Of `flash-attn-4`, if it computes the attention of models of this configuration in training on this machine."""
+    text = config.get_text_config()
+    size: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    dropout: float = getattr(text, "attention_dropout", None) or 0.0
+    if size not in _SIZES or dropout:
+        return None
+    return installed_version()
 
 
 @cache
 def installed_version() -> str | None:
-    """Of `flash-attn-4`, if this machine's GPU runs its kernels; None if not."""
+    """Of `flash-attn-4`, if it is a tested one and this machine's GPU is one that it was tested on."""
     if not torch.cuda.is_available() or torch.version.hip or torch.cuda.get_device_capability()[0] != _MAJOR:
         return None
     try:
-        return version("flash-attn-4")
+        found = version("flash-attn-4")
     except PackageNotFoundError:
         return None
+    if found not in _TESTED:
+        log.warning("flash-attn-4 %s is not used: %s is known to be exact; install that", found, " or ".join(_TESTED))
+        return None
+    return found
 
 
-def takes(query: Tensor, dropout: float) -> bool:
-    """Whether the operator computes attention of these queries, [..., D]."""
-    return (
-        query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] in _SIZES and not dropout
-    )
+def takes(query: Tensor, value: Tensor, dropout: float) -> bool:
+    """Whether the operator computes attention of these queries and values, [..., D]; on the meta device, would."""
+    sizes = query.shape[-1], value.shape[-1]
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    return query.device.type != "cpu" and half and sizes[0] in _SIZES and sizes[0] == sizes[1] and not dropout
 
 
 def flash_attention_4(

@@ -20,6 +20,7 @@ from tasks.runtime.data.dataset import (
     TOKENIZER,
     Batch,
     Row,
+    document_of,
 )
 from tasks.runtime.data.media_processor import MediaProcessor, saved_processor
 from tasks.runtime.models.cross_attention import cross_attention_inputs, has_cross_attention
@@ -74,7 +75,7 @@ class _Collator:
             rows = [*rows, self._unlearned_row(rows[0])]
         if self._crosses:
             # A row's tokens may attend to all of its images.
-            rows = [part for row in rows for part in _in_rows_of_their_own(row)]
+            rows = [document_of(row, number) for row in rows for number in range(len(_documents(row)))]
         inputs: dict[str, Any] = {}
         if self._processor is not None:
             inputs = self._processor.inputs([chat for row in rows for chat in _media_of(row, self._processor)])
@@ -148,20 +149,6 @@ def _documents(row: Row) -> list[tuple[int, int, int]]:
     counts = row["document_media"].tolist() if "document_media" in row else []
     counts += [0] * (len(starts) - len(counts))
     return list(zip(starts, [*starts[1:], row["position_ids"].numel()], counts, strict=True))
-
-
-def _in_rows_of_their_own(row: Row) -> list[Row]:
-    """The documents of a row, each with its images."""
-    tokens = [name for name in row if name not in MEDIA_COLUMNS]
-    content, sizes, _ = (row.get(name, torch.zeros(0, dtype=torch.int64)) for name in MEDIA_COLUMNS)
-    media, lengths, found = iter(content.split(sizes.tolist())), iter(sizes), []
-    for begin, end, count in _documents(row):
-        part = {name: row[name][begin:end] for name in tokens}
-        if count:
-            own = torch.cat([next(media) for _ in range(count)]), torch.stack([next(lengths) for _ in range(count)])
-            part |= dict(zip(MEDIA_COLUMNS, (*own, torch.tensor([count])), strict=True))
-        found.append(part)
-    return found
 
 
 def answers(labels: Tensor, position_ids: Tensor) -> Tensor:

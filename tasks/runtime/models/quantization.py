@@ -127,8 +127,9 @@ def quantize_linear_layers(model: PreTrainedModel, spec: RunSpec) -> Iterator[No
             continue
         parent, _, name = path.rpartition(".")
         owner = model.get_submodule(parent)
-        if name in weights_read_by(type(owner)):
-            read[f"{name} of {type(owner).__name__}"] += 1
+        owner_class: Any = type(owner)
+        if name in weights_read_by(owner_class):
+            read[f"{name} of {owner_class.__name__}"] += 1
             continue
         setattr(owner, name, _linear_4bit(layer, dtype, storage))
     for layers, count in read.items():

@@ -42,7 +42,7 @@ from tasks.runtime.models.build import (
     saved_dtype,
     set_special_tokens,
 )
-from tasks.runtime.models.flash_attention_4 import installed_version
+from tasks.runtime.models.flash_attention_4 import usable_version
 from tasks.runtime.models.float8 import keep_slow_layers, quantize_frozen_weights, saves_frozen_weights
 from tasks.runtime.models.lora import add_adapter, base_fingerprint, describe_experts, require_base
 from tasks.runtime.models.pissa import (
@@ -471,7 +471,7 @@ def _log_summary(run: Session, step: TrainingStep, steps: int, resume_from: Path
     if run.spec.training.activation_offloading and run.processes.device.type == "cpu":
         log.warning("training.activation_offloading has no effect without a GPU: activations are in host memory")
     if step.varlen:
-        by = f", by flash-attn-4 {flash_4}" if (flash_4 := installed_version()) else ""
+        by = f", by flash-attn-4 {flash_4}" if (flash_4 := usable_version(model.config)) else ""
         log.info("attention: varlen, without masks%s", by)
     if line := describe_recurrent_layers(model):
         log.log(logging.WARNING if missing_fast_paths(model) else logging.INFO, "recurrent layers: %s", line)

@@ -213,6 +213,27 @@ def test_divergences_are_those_of_whole_heads_in_fp64(rank: int) -> None:
             raise AssertionError(f"no error: {message}")
 
 
+def test_divergences_may_ignore_class_0_and_refuse_other_numbers_of_classes(rank: int) -> None:
+    tensors, target = problem()
+    target[:7] = 0
+    teacher_x, teacher_weight = torch.randn(ROWS, 24), torch.randn(CLASSES, 24)
+    for x in (teacher_x, teacher_weight):
+        dist.broadcast(x, 0)
+    given = {"teacher_x": teacher_x, "target": target, "ignore_index": 0}
+    expected = linear_jsd(tensors["x"], tensors["weight"], teacher_weight=teacher_weight, **given)
+    halves = {"weight": mine(rank, tensors["weight"]), "teacher_weight": mine(rank, teacher_weight)}
+    close(linear_jsd(tensors["x"], **halves, **given, group=dist.group.WORLD), expected, "loss")
+    mesh = init_device_mesh("cpu", (2,))
+    cut = [distribute_tensor(tensors[name], mesh, [p]) for name, p in (("x", Replicate()), ("weight", Shard(0)))]
+    for classes in (CLASSES - 1, CLASSES + 1):
+        try:
+            linear_jsd(*cut, distribute_tensor(teacher_x, mesh, [Replicate()]), torch.zeros(classes, 24), target=target)
+        except ValueError as error:
+            assert f"teacher_weight [{classes}, 24] must have the classes of weight" in str(error), error
+        else:
+            raise AssertionError("no error")
+
+
 def test_gradients_of_transposed_rows_are_summed(rank: int) -> None:
     tensors, target = problem()
     x = tensors["x"].t().contiguous().t().requires_grad_()

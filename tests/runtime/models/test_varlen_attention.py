@@ -2,11 +2,11 @@
 
 import itertools
 from functools import partial
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
-from transformers import AttentionInterface, AutoConfig
+from transformers import AttentionInterface, AutoConfig, LlamaConfig
 
 from strata_kernels import patch_model
 from strata_kernels.patch.table import ROWS
@@ -307,7 +307,7 @@ def test_flash_attention_4_is_as_exact_as_under_a_mask(heads, shared, size, leng
     def found(dtype, dropout=0.0):
         *inputs, upstream = (x.to(torch.bfloat16).to(dtype) for x in exact)
         inputs = [x.transpose(1, 2).requires_grad_() for x in inputs]
-        assert flash_4.takes(inputs[0], dropout) == (dtype == torch.bfloat16 and not dropout)
+        assert flash_4.takes(inputs[0], inputs[2], dropout) == (dtype == torch.bfloat16 and not dropout)
         attended, _ = _attention(None, *inputs, None, flash_4=True, sliding_window=window, dropout=dropout, **bounds)
         return [attended.detach(), *torch.autograd.grad(attended, inputs, upstream)]
 
@@ -370,8 +370,8 @@ class _PlainPackage:
 def test_flash_attention_4_gets_what_masks_say(family, monkeypatch):
     """Its windows, sequences, scales and grouped heads; the kernels themselves need a GPU."""
     monkeypatch.setattr(flash_4, "_package", _PlainPackage)
-    monkeypatch.setattr("tasks.runtime.models.varlen_attention.takes", lambda query, dropout: True)
-    monkeypatch.setattr("tasks.runtime.models.varlen_attention.installed_version", lambda: "4")
+    monkeypatch.setattr("tasks.runtime.models.varlen_attention.takes", lambda query, value, dropout: True)
+    monkeypatch.setattr("tasks.runtime.models.varlen_attention.usable_version", lambda config: "4")
     model = build(family, use_cache=False, **(WINDOWS if family == "gemma3_text" else {}))
     for lengths in LENGTHS.values():
         batch = batch_of(lengths)
@@ -382,10 +382,36 @@ def test_flash_attention_4_gets_what_masks_say(family, monkeypatch):
             torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize(("fields", "installed", "used"), [
+    ({"head_dim": 128}, "4.0.0b36", "4.0.0b36"),
+    ({"head_dim": 256}, "4.0.0b36", None),
+    ({"head_dim": 64, "attention_dropout": 0.1}, "4.0.0b36", None),
+    ({"head_dim": 64}, "4.0.0b35", None),
+    ({"head_dim": 64}, None, None),
+])  # fmt: skip
+def test_flash_attention_4_is_used_for_what_it_was_tested_with(fields, installed, used, monkeypatch, caplog):
+    def version(name):
+        if installed is None:
+            raise PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(flash_4, "version", version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    flash_4.installed_version.cache_clear()
+    try:
+        assert flash_4.usable_version(LlamaConfig(**fields)) == used
+    finally:
+        flash_4.installed_version.cache_clear()
+    assert ("4.0.0b35 is not used: 4.0.0b36 is known to be exact" in caplog.text) == (installed == "4.0.0b35")
+
+
 def test_without_the_package_or_its_gpu_pytorch_attends():
-    assert (flash_4.installed_version() is None) == (not torch.cuda.is_available() or find_spec("flash_attn") is None)
-    set_varlen_attention(build())
-    assert AttentionInterface()["strata_documents"].keywords == {"flash_4": flash_4.installed_version() is not None}
+    model = build(head_dim=64)
+    set_varlen_attention(model)
+    used = flash_4.usable_version(model.config) is not None
+    assert AttentionInterface()["strata_documents"].keywords == {"flash_4": used}
+    assert torch.cuda.is_available() or not used
 
 
 def test_bounds_are_those_of_the_positions():

@@ -241,6 +241,11 @@ def _linear_divergence(
     if target is None:
         # Any number but ignore_index.
         target = torch.full(x.shape[:-1], ignore_index + 1, device=x.device)
+    if is_dtensor(weight) and teacher.weight.shape[0] != weight.shape[0]:
+        # Before they are cut: a process would see its own classes alone.
+        raise ValueError(
+            f"teacher_weight {list(teacher.weight.shape)} must have the classes of weight {list(weight.shape)}"
+        )
     local, teacher = local_heads(x, weight, bias, target, teacher, group)
     check_teacher(local.x, local.weight, local.bias, local.target, teacher, options)
     rows, teacher = counted_rows(local, teacher, options.rows)

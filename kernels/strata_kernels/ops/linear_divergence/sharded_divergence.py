@@ -39,8 +39,8 @@ def sharded_divergence(
     """
     both = t.shape[1]
     counted = target != form.ignore_index
-    # The statistics need a class of the vocabulary, but no certain one.
-    anything = torch.zeros_like(target).where(counted, form.ignore_index)
+    # Any class serves as the target: only the log-sum-exp is used.
+    anything = torch.full_like(target, int(form.ignore_index == 0)).where(counted, form.ignore_index)
     columns = shard.columns(0)
     of_z, of_t = (
         shard.gather_statistics(
