@@ -292,9 +292,9 @@ def _require_targets(model: PreTrainedModel, settings: Lora) -> None:
         if not any(f".{name}".endswith(f".{target}") for name in layers):
             known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in layers))
             raise ValueError(
-                f"adapter.target_modules: {target!r} is not a linear layer of the model or its embeddings, is its head, or "
-                f"is a layer whose weight other code reads, past an adapter; choose from {known}, or leave it out to "
-                "adapt all linear layers"
+                f"adapter.target_modules: {target!r} is not a linear layer of the model or its embeddings, is its "
+                f"head, or is a layer whose weight other code reads, past an adapter; choose from {known}, or leave it "
+                "out to adapt all linear layers"
             )
 
 
