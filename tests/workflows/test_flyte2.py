@@ -183,6 +183,8 @@ def test_a_pod_that_trains_or_evaluates_keeps_its_log(flyte_2, tmp_path, monkeyp
     from tasks.flyte2 import run
 
     class Folder:
+        path = "s3://runs/data"
+
         async def download(self):
             return str(tmp_path)
 
