@@ -8,7 +8,6 @@ get the share of the machine that they have anyway.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -56,14 +55,8 @@ def bars(found: first_step.Measured, cpu: Mapping[str, float]) -> Iterator[Bar]:
 
 def main() -> None:
     """Measure and print. Exit code 1 if a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--image", required=True, help="the project's image")
-    parser.add_argument("--project", default="flytesnacks")
-    parser.add_argument("--domain", default="development")
-    parser.add_argument("--runs", type=int, default=3)
-    asked = parser.parse_args()
     loads = [os.getloadavg()[0]]
-    found = first_step.measure(asked.image, (asked.project, asked.domain), asked.runs)
+    found = first_step.measure_as_asked(__doc__)
     loads.append(os.getloadavg()[0])
     cpu = {command: max(seconds.values()) for command, seconds in commands.measure(commands.STRATA, 5)}
     rows = list(bars(found, cpu))

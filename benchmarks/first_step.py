@@ -85,15 +85,20 @@ def show_stages(found: Measured) -> None:
     show("submitted again", [found.again], f"until the outputs of the finished run are there; jobs: {found.jobs}")
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def measure_as_asked(description: str | None) -> Measured:
+    """`measure` with the arguments of the command line."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--image", required=True, help="the project's image")
     parser.add_argument("--project", default="flytesnacks")
     parser.add_argument("--domain", default="development")
     parser.add_argument("--runs", type=int, default=3)
     asked = parser.parse_args()
-    found = measure(asked.image, (asked.project, asked.domain), asked.runs)
+    return measure(asked.image, (asked.project, asked.domain), asked.runs)
+
+
+def main() -> None:
+    """Measure and print."""
+    found = measure_as_asked(__doc__)
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n")
     show_stages(found)
     assert not found.jobs, "a finished run started a job"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from peft.tuners.lora import LoraModel
 
+log = logging.getLogger(__name__)
+
 # Values per tensor that the fingerprint reads; training a model further changes some of them.
 _SAMPLED = 256
 # Names that an error lists.
@@ -61,6 +64,9 @@ def add_adapter(model: PreTrainedModel, settings: Lora | NoAdapter, seed: int) -
     from peft.tuners.lora import LoraModel
 
     _require_names(model, settings)
+    if not settings.target_modules and (left_out := _all_linear_layers(model).keys() - {*_linear_layers(model)}):
+        names = ", ".join(sorted({path.rpartition(".")[2] for path in left_out}))
+        log.info("adapter: none on %s, whose weight other code reads or which give more than a product", names)
     config = lora_config(settings, target_modules=_targets(model, settings))
     torch.manual_seed(seed)
     empty = next(model.parameters()).is_meta
@@ -298,20 +304,27 @@ def _require_targets(model: PreTrainedModel, settings: Lora) -> None:
             )
 
 
+def _all_linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """All linear layers but the head, by path."""
+    head = getattr(model, SCORE) if scores(model) else model.get_output_embeddings()
+    return {
+        path: layer
+        for path, layer in model.named_modules()
+        if isinstance(layer, nn.Linear | Conv1D) and layer is not head
+    }
+
+
 def _linear_layers(model: PreTrainedModel) -> tuple[str, ...]:
     """The paths of all linear layers that can have an adapter, but the head.
 
     An adapter needs a layer that computes what a linear layer does, which routers of Phi-MoE and Llama 4 do not, and
     whose result is used: Mamba's fast kernels take the weight of the output projection instead.
     """
-    head = getattr(model, SCORE) if scores(model) else model.get_output_embeddings()
     classes: dict[str, Any] = {path: type(module) for path, module in model.named_modules()}
     return tuple(
         path
-        for path, layer in model.named_modules()
-        if isinstance(layer, nn.Linear | Conv1D)
-        and (type(layer).forward in _PLAIN or type(layer).__module__.startswith("bitsandbytes."))
-        and layer is not head
+        for path, layer in _all_linear_layers(model).items()
+        if (type(layer).forward in _PLAIN or type(layer).__module__.startswith("bitsandbytes."))
         and path.rpartition(".")[2] not in weights_read_by(classes[path.rpartition(".")[0]])
     )
 

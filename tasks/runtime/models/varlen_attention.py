@@ -28,7 +28,7 @@ from tasks.runtime.data.dataset import Batch, Row
 from tasks.runtime.data.media_packing import MEDIA_PACKING
 from tasks.runtime.models.attention_choice import choose_attention
 from tasks.runtime.models.build import compute_dtype
-from tasks.runtime.models.flash_attention_4 import flash_attention_4, takes, usable_version
+from tasks.runtime.models.flash_attention_4 import flash_attention_4, installed_version, takes
 from tasks.runtime.models.image_masks import sees_later_tokens
 from tasks.runtime.models.multimodal import is_multimodal
 from tasks.runtime.models.packing_support import SUPPORTS_PACKING
@@ -99,9 +99,9 @@ def unsupported_reason(config: PretrainedConfig) -> str | None:
 def set_varlen_attention(model: PreTrainedModel) -> None:
     """Make the attention of `model` varlen. Its batches need the inputs of `with_cu_seqlens`."""
     # transformers makes no mask for an attention name without a registered mask function.
-    attending = _attending(model)
-    AttentionInterface.register(_NAME, partial(_attention, flash_4=usable_version(attending.config) is not None))
-    attending.set_attn_implementation(_NAME)
+    # One function for all models, as a student and its teacher: `takes` looks at the heads.
+    AttentionInterface.register(_NAME, partial(_attention, flash_4=installed_version() is not None))
+    _attending(model).set_attn_implementation(_NAME)
     if is_multimodal(model.config):
         _pass_by_tower(model)
 

@@ -198,13 +198,15 @@ def test_norms_without_a_weight_run_fused_beside_an_adapter(tmp_path):
     ("model_type", "left_out"),
     [("phimoe", "router"), ("llama4_text", "router"), ("falcon_h1", "out_proj"), ("jamba", "dt_proj")],
 )
-def test_layers_whose_result_is_no_linear_layers_get_no_adapter(model_type, left_out):
+def test_layers_whose_result_is_no_linear_layers_get_no_adapter(model_type, left_out, caplog):
     """Routers give more than one tensor; of others, fast kernels and loops read the weight and pass the adapter by."""
     model = build_tiny(model_type)
     named = Lora(target_modules=[left_out])
     with pytest.raises(ValueError, match=f"'{left_out}' is not a linear layer of the model"):
         add_adapter(model, named, 0)
-    add_adapter(model, Lora(r=4), 0)
+    with caplog.at_level("INFO"):
+        add_adapter(model, Lora(r=4), 0)
+    assert f"adapter: none on {left_out}, " in caplog.text
     adapted = {path.removesuffix(".lora_A") for path, _ in model.named_modules() if path.endswith(".lora_A")}
     assert adapted and not any(path.endswith(left_out) for path in adapted)
     model(input_ids=TOKENS, labels=TOKENS).loss.backward()

@@ -62,9 +62,7 @@ def test_which_families_of_the_table_stay_under_masks():
     assert set(ROWS) - set(FAMILIES) == {"falcon_h1", "gemma2", "vaultgemma"}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_those_under_masks(family):
-    model = build(family, use_cache=False)
+def assert_gradients_are_those_under_masks(model):
     for lengths in LENGTHS.values():
         batch = batch_of(lengths)
         model.set_attn_implementation("sdpa")
@@ -72,6 +70,11 @@ def test_gradients_are_those_under_masks(family):
         set_varlen_attention(model)
         for ours, theirs in zip(gradients(model, add_cu_seqlens(batch)), expected, strict=True):
             torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_under_masks(family):
+    assert_gradients_are_those_under_masks(build(family, use_cache=False))
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
@@ -371,15 +374,22 @@ def test_flash_attention_4_gets_what_masks_say(family, monkeypatch):
     """Its windows, sequences, scales and grouped heads; the kernels themselves need a GPU."""
     monkeypatch.setattr(flash_4, "_package", _PlainPackage)
     monkeypatch.setattr("tasks.runtime.models.varlen_attention.takes", lambda query, value, dropout: True)
-    monkeypatch.setattr("tasks.runtime.models.varlen_attention.usable_version", lambda config: "4")
+    monkeypatch.setattr("tasks.runtime.models.varlen_attention.installed_version", lambda: "4")
     model = build(family, use_cache=False, **(WINDOWS if family == "gemma3_text" else {}))
+    assert_gradients_are_those_under_masks(model)
+
+
+def test_flash_attention_4_is_planned_without_the_package(monkeypatch):
+    """The warm-up plans on the meta device: results and gradients have the layout that the package gives them."""
+    monkeypatch.setattr(flash_4, "_package", None)
+    q, k = (torch.empty(2, heads, 37, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for heads in (4, 2))
     for lengths in LENGTHS.values():
-        batch = batch_of(lengths)
-        model.set_attn_implementation("sdpa")
-        expected = gradients(model, batch)
-        set_varlen_attention(model)
-        for ours, theirs in zip(gradients(model, add_cu_seqlens(batch)), expected, strict=True):
-            torch.testing.assert_close(ours, theirs)
+        bounds = {name: x.to("meta") for name, x in add_cu_seqlens(batch_of(lengths)).items() if name in VARLEN_INPUTS}
+        attended, _ = _attention(None, q, k, k, None, flash_4=True, **bounds)
+        assert attended.shape == (2, 37, 4, 64) and attended.is_contiguous()
+        found = torch.autograd.grad(attended, [q, k], torch.empty_like(attended))
+        assert [x.shape for x in found] == [q.shape, k.shape]
+        assert all(x.transpose(1, 2).is_contiguous() for x in found)
 
 
 @pytest.mark.parametrize(("fields", "installed", "used"), [
@@ -407,9 +417,8 @@ def test_flash_attention_4_is_used_for_what_it_was_tested_with(fields, installed
 
 
 def test_without_the_package_or_its_gpu_pytorch_attends():
-    model = build(head_dim=64)
-    set_varlen_attention(model)
-    used = flash_4.usable_version(model.config) is not None
+    set_varlen_attention(build(head_dim=64))
+    used = flash_4.installed_version() is not None
     assert AttentionInterface()["strata_documents"].keywords == {"flash_4": used}
     assert torch.cuda.is_available() or not used
 
