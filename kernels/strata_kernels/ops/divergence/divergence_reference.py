@@ -80,7 +80,7 @@ def gradient_terms(log_p: Tensor, log_q: Tensor, form: Form) -> Tensor:
 
 
 def divergence_terms(log_p: Tensor, log_q: Tensor, form: Form) -> Tensor:
-    """What a row's divergence is the sum of, [N, V]."""
+    """The terms whose sum over the vocabulary is a row's divergence: [N, V]."""
     p, q = log_p.exp(), log_q.exp()
     match form.divergence:
         case "forward_kl":

@@ -125,9 +125,9 @@ def linear_jsd(
             its gradients are NaN.
         accumulate: "exact" rounds a 16-bit gradient of weight once: its chunks are kept for one product, in the memory
             of that gradient, or summed in fp32, in up to 2·V·H bytes more. "lean" rounds after every chunk of rows.
-        group: the processes that hold the vocabulary, in shards of equal size in the order of their ranks, weight and
-            bias as those of the teacher. All of them call this with the same rows. Then plain PyTorch computes the
-            divergences between the products.
+        group: the processes that hold the vocabulary, in shards of equal size in the order of their ranks. The heads of
+            student and teacher are cut alike. All processes call this with the same rows, and plain PyTorch computes
+            the divergences between the products.
         chunk_bytes: bytes of both logits at a time; by default 1 GiB, on a CPU 16 MiB.
 
     Returns:
