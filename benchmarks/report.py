@@ -1,8 +1,8 @@
-"""What the measurements say: CSV, Markdown, plots, and the tables of docs/benchmarks/operators.md.
+"""What the measurements say: CSV, Markdown, plots, and the tables of operators in docs/benchmarks.
 
     python -m benchmarks.report out/benchmarks [out/another ...]
 
-Merges the ops.csv of the folders into docs/benchmarks/operators.csv and writes the tables of operators.md beside it,
+Merges the ops.csv of the folders into docs/benchmarks/operators.csv and writes the tables of the pages beside it,
 between the lines `<!-- begin: name -->` and `<!-- end: name -->`. A row maps names of COLUMNS to text or numbers.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,8 +53,8 @@ _CASES: dict[tuple[str, str], tuple[Operator, Case]] = {
 _BY = {"ours": "Strata", **NAMES}
 # How `benchmarks.ops` begins to say which errors did not pass.
 _RED = "RED: "
-DOCS = Path(__file__).parents[1] / "docs/benchmarks/operators.md"
-DATA = DOCS.with_suffix(".csv")
+DOCS = Path(__file__).parents[1] / "docs/benchmarks"
+DATA = DOCS / "operators.csv"
 
 
 def is_green(row: Row) -> bool:
@@ -279,12 +280,18 @@ def lost(rows: Sequence[Row]) -> str:
         ours = next((row for row in here if row["by"] == "ours"), None)
         best = min(here, key=lambda row: row[column], default=None)
         if best and best is not ours:
-            mine = f"{show(ours, column)} ms" if ours else "nothing"
-            lines.append(f"- `{name}` {shape}: {mine} against {show(best, column)} ms of {_BY[best['by']]}")
+            mine = f"{show(ours, column)} ms against" if ours else "gate not passed, beside"
+            lines.append(f"- `{name}` {shape}: {mine} {show(best, column)} ms of {_BY[best['by']]}")
     return "\n".join(lines) or "None."
 
 
-_PARTS: dict[str, Callable[[Sequence[Row]], str]] = {
+def runs(heads: Sequence[str]) -> str:
+    """The machines and versions, a line for each run."""
+    return "\n".join(f"- {head}" for head in heads)
+
+
+# The tables, by the name in their marks. Each is on one page.
+PARTS: dict[str, Callable[[Sequence[Row]], str]] = {
     "operators": operators_table,
     "experts": experts_table,
     "linear_cross_entropy": heads_table,
@@ -293,17 +300,22 @@ _PARTS: dict[str, Callable[[Sequence[Row]], str]] = {
     "lost": lost,
     "sweep": sweep_table,
 }
+_MARKED = re.compile(r"(<!-- begin: (\w+) -->\n).*?(\n<!-- end: \2 -->)", re.DOTALL)
+
+
+def marks(text: str) -> list[str]:
+    """Names of the parts that a page has marks for."""
+    return [found[2] for found in _MARKED.finditer(text)]
 
 
 def fill(text: str, heads: Sequence[str], rows: Sequence[Row]) -> str:
-    """The document with what stands between its marks written anew."""
-    parts = {"runs": "\n".join(f"- {head}" for head in heads), **{name: part(rows) for name, part in _PARTS.items()}}
-    for name, part in parts.items():
-        begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
-        assert text.count(begin) == text.count(end) == 1, f"the document needs one pair of marks {begin} {end}"
-        before, rest = text.split(begin)
-        text = f"{before}{begin}\n{part}\n{end}{rest.split(end)[1]}"
-    return text
+    """The page with every part between its marks written again. Raises KeyError for marks of an unknown part."""
+
+    def written(found: re.Match[str]) -> str:
+        part = runs(heads) if found[2] == "runs" else PARTS[found[2]](rows)
+        return f"{found[1]}{part}{found[3]}"
+
+    return _MARKED.sub(written, text)
 
 
 def merge(folders: Sequence[Path]) -> tuple[list[str], list[Row]]:
@@ -325,7 +337,8 @@ def main() -> int:
     arguments = parser.parse_args()
     heads, rows = merge(arguments.folders)
     write_csv(DATA, heads, rows)
-    DOCS.write_text(fill(DOCS.read_text(), heads, rows))
+    for page in DOCS.glob("*.md"):
+        page.write_text(fill(page.read_text(), heads, rows))
     return 0
 
 

@@ -179,10 +179,14 @@ def test_tensors_that_did_not_pass_are_named() -> None:
     ]
 
 
-def test_document_is_what_its_data_says() -> None:
+def test_pages_are_what_their_data_says() -> None:
     heads, rows = report.read_csv(report.DATA)
-    assert report.DOCS.read_text() == report.fill(report.DOCS.read_text(), heads, rows)
-    assert report.fill(report.DOCS.read_text(), [], []).count("| operator |") > 0
+    pages = {path: path.read_text() for path in report.DOCS.glob("*.md")}
+    assert {path: report.fill(text, heads, rows) for path, text in pages.items()} == pages
+    assert sorted(mark for text in pages.values() for mark in report.marks(text)) == sorted(["runs", *report.PARTS])
+    assert report.fill(pages[report.DOCS / "operators.md"], [], []) != pages[report.DOCS / "operators.md"]
+    with pytest.raises(KeyError):
+        report.fill("<!-- begin: unknown -->\n\n<!-- end: unknown -->", heads, rows)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib draws the plots")
