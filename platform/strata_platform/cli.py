@@ -206,8 +206,8 @@ def costs(
 ) -> None:
     """Show the GPU hours and the cost of each person's runs: all attempts, however they ended or while they run.
 
-    Counted is the time for which the attempts held their GPUs. On a cluster, each project is shown for itself; without
-    --project, that of STRATA_PROJECT.
+    What counts is the time for which attempts held their GPUs. On a cluster each project has its own lines; without
+    --project, it is that of STRATA_PROJECT.
     """
     from strata_platform.costs import CPU, used_by_owner
 

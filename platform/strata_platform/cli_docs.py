@@ -6,6 +6,7 @@ Writes cli.md into FOLDER, by default docs.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -27,26 +28,45 @@ $ strata submit --help
 Results go to standard output, problems to standard error. [Errors and exit codes](errors.md#strata) has the exit codes,
 [Client and notebook](client.md) an introduction.
 """
+_HEAD = ("| | | default |", "|---|---|---|")
+# An option that means the same in so many commands is described once, above them.
+_SHARED = 4
 
 
 def reference() -> str:
     """Every command with its arguments and options, in Markdown."""
     root: Any = get_command(app)
-    return "\n".join([_INTRODUCTION, *(line for name in root.commands for line in _command(name, root.commands[name]))])
+    rows = Counter(_option(option) for command in root.commands.values() for option in _options(command))
+    shared = [row for row, commands in rows.items() if commands >= _SHARED]
+    lines = [line for name in root.commands for line in _command(name, root.commands[name], shared)]
+    return "\n".join([_INTRODUCTION, "## Options of several commands", "", *_HEAD, *shared, "", *lines])
 
 
-def _command(name: str, command: Any) -> Iterator[str]:
+def _command(name: str, command: Any, shared: list[str]) -> Iterator[str]:
     arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
-    options = [parameter for parameter in command.params if parameter.param_type_name == "option"]
+    options = _options(command)
     usage = [_shown(parameter) if parameter.required else f"[{_shown(parameter)}]" for parameter in arguments]
     yield from (f"## strata {name}", "", "```")
     yield " ".join([f"strata {name}", *(["[OPTIONS]"] if options else []), *usage])
     yield from ("```", "", str(command.help).strip(), "")
-    if command.params:
-        yield from ("| | | default |", "|---|---|---|")
-    yield from (_row(_shown(parameter), parameter) for parameter in arguments)
-    yield from (_row(", ".join(sorted(parameter.opts, key=len)), parameter) for parameter in options)
-    yield ""
+    rows = [_row(_shown(parameter), parameter) for parameter in arguments]
+    rows += [row for option in options if (row := _option(option)) not in shared]
+    if rows:
+        yield from (*_HEAD, *rows, "")
+    if also := [_flags(option) for option in options if _option(option) in shared]:
+        yield from (f"Also {', '.join(f'`{flags}`' for flags in also)}: [above](#options-of-several-commands).", "")
+
+
+def _options(command: Any) -> list[Any]:
+    return [parameter for parameter in command.params if parameter.param_type_name == "option"]
+
+
+def _flags(option: Any) -> str:
+    return ", ".join(sorted(option.opts, key=len))
+
+
+def _option(option: Any) -> str:
+    return _row(_flags(option), option)
 
 
 def _shown(argument: Any) -> str:
