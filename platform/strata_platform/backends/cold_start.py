@@ -7,7 +7,6 @@ processes measure the rest, and the run's completion record has it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 from strata_platform.backends.kubernetes_objects import (
@@ -17,6 +16,7 @@ from strata_platform.backends.kubernetes_objects import (
     index_of,
     is_of,
     labels_of,
+    seconds_of,
     shape_of,
     time_of,
 )
@@ -56,16 +56,16 @@ def before_processes(pods: Iterable[Object], workloads: Sequence[Object], events
     scheduled = condition_of(first, "PodScheduled")
     if started is None or scheduled is None or scheduled["status"] != "True":
         return []
-    created = _seconds(first["metadata"]["creationTimestamp"])
+    created = seconds_of(first["metadata"]["creationTimestamp"])
     moments = [] if _replaces(first, training) else _queue(first, workloads, events)
     if not moments:
         moments = [("", created)]
     elif created >= moments[-1][1]:
         # A pod that is queued by itself is there before it is admitted.
         moments.append(("job's controller", created))
-    moments.append(("scheduler", _seconds(scheduled["lastTransitionTime"])))
+    moments.append(("scheduler", seconds_of(scheduled["lastTransitionTime"])))
     image = _image(first, status["name"], events)
-    moments += [*image, ("container" if image else "image, container", _seconds(started))]
+    moments += [*image, ("container" if image else "image, container", seconds_of(started))]
     found, (_, at) = [], moments[0]
     for name, end in moments[1:]:
         lasted, at = max(end - at, 0.0), max(end, at)
@@ -98,9 +98,9 @@ def _replaces(pod: Object, training: Iterable[Object]) -> bool:
         if _job_of(peer) == _job_of(pod)
         for status in peer["status"].get("containerStatuses") or []
     )
-    created = _seconds(pod["metadata"]["creationTimestamp"])
+    created = seconds_of(pod["metadata"]["creationTimestamp"])
     restarted = labels_of(pod).get(RESTART, "0") != "0"
-    return restarted or any(at is not None and _seconds(at) < created for at in started)
+    return restarted or any(at is not None and seconds_of(at) < created for at in started)
 
 
 def _job_of(pod: Object) -> set[str]:
@@ -115,16 +115,16 @@ def _queue(pod: Object, workloads: Iterable[Object], events: Iterable[Object]) -
     admitted = condition_of(mine[-1], "Admitted") if mine else None
     if admitted is None or admitted["status"] != "True":
         return []
-    end = _seconds(admitted["lastTransitionTime"])
+    end = seconds_of(admitted["lastTransitionTime"])
     if condition_of(mine[-1], "Evicted") is None:
-        return [("", _seconds(mine[-1]["metadata"]["creationTimestamp"])), ("queue", end)]
+        return [("", seconds_of(mine[-1]["metadata"]["creationTimestamp"])), ("queue", end)]
     # It was admitted before, and the object does not say until when.
     uid = mine[-1]["metadata"]["uid"]
     evictions = [
         at
         for event in events
         if event["involvedObject"].get("uid") == uid and (event.get("reason") or "").startswith("Evicted")
-        if (at := _seconds(time_of(event))) <= end
+        if (at := seconds_of(time_of(event))) <= end
     ]
     return [("", max(evictions)), ("queue", end)] if evictions else [("", end)]
 
@@ -132,7 +132,7 @@ def _queue(pod: Object, workloads: Iterable[Object], events: Iterable[Object]) -
 def _image(pod: Object, container: str, events: Iterable[Object]) -> list[tuple[str, float]]:
     """When the node had mounted the pod's volumes and begun to pull the image, and when it had the image."""
     at = {
-        event["reason"]: _seconds(time_of(event))
+        event["reason"]: seconds_of(time_of(event))
         for event in events
         if event["involvedObject"].get("uid") == pod["metadata"]["uid"]
         and event["involvedObject"].get("fieldPath") == f"spec.containers{{{container}}}"
@@ -140,7 +140,3 @@ def _image(pod: Object, container: str, events: Iterable[Object]) -> list[tuple[
     }
     # Without a Pulling the node had it already.
     return [("volumes", at.get("Pulling", at["Pulled"])), ("image", at["Pulled"])] if "Pulled" in at else []
-
-
-def _seconds(stamp: str) -> float:
-    return datetime.fromisoformat(stamp).timestamp()

@@ -60,6 +60,12 @@ def object_name(run: str, number: int) -> str:
     return first if number == 1 else f"{first}-x{number}"
 
 
+def submission_order(job: Object) -> tuple[str, int]:
+    """The order of JobSets: Kubernetes' times are of whole seconds, and the names of a run's are numbered."""
+    number = job["metadata"]["name"].rpartition("-x")[2]
+    return job["metadata"]["creationTimestamp"], int(number) if number.isdigit() else 1
+
+
 def job_set(name: str, spec: RunSpec, template: Object, image: str, owner: str, submission: str) -> Object:
     """The JobSet `name` of a run. `template`: the tenant's pod template, which its pods start from.
 
@@ -109,6 +115,20 @@ def job_set(name: str, spec: RunSpec, template: Object, image: str, owner: str, 
 def _fail_for_good() -> Object:
     codes = {"containerName": "main", "operator": "NotIn", "values": list(RETRYABLE_CODES)}
     return {"action": "FailJob", "onExitCodes": codes}
+
+
+def spec_of(job: Object) -> RunSpec:
+    """What the pods of a JobSet run. Raises SpecError if another version wrote it."""
+    from strata_platform.spec import load_spec
+
+    return load_spec(text_of_spec(job))
+
+
+def text_of_spec(job: Object) -> str:
+    """The spec of a JobSet, as JSON."""
+    (inner,) = job["spec"]["replicatedJobs"]
+    variables = inner["template"]["spec"]["template"]["spec"]["containers"][0]["env"]
+    return str(next(each["value"] for each in variables if each["name"] == SPEC))
 
 
 def _pod(name: str, resources: Resources, topology: Topology, template: Object, image: str, spec: str) -> Object:

@@ -12,14 +12,26 @@ from dataclasses import replace
 from datetime import datetime
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from strata_platform import progress_line
 from strata_platform.backends import cold_start
 from strata_platform.backends.api_errors import translated_errors
 from strata_platform.backends.backend import Pause, already_runs, destinations, find_gpu, parse_points
-from strata_platform.backends.job_set import CANCELED, CAUSE, NAME, OWNER, SUBMISSION, job_set, object_name
+from strata_platform.backends.job_set import (
+    CANCELED,
+    CAUSE,
+    NAME,
+    OWNER,
+    SUBMISSION,
+    job_set,
+    object_name,
+    spec_of,
+    submission_order,
+    text_of_spec,
+)
+from strata_platform.backends.job_set_state import end_of, has_succeeded, held_by, may_be_given_up, record_of
 from strata_platform.backends.kept_logs import KeptLogs, RunAddress, kept_lines
 from strata_platform.backends.kubernetes_objects import (
     JOB_SET,
@@ -27,21 +39,18 @@ from strata_platform.backends.kubernetes_objects import (
     Namespace,
     RunStatus,
     index_of,
-    is_given_up,
     is_of,
-    is_over_time,
     labels_of,
     require_admission,
+    seconds_of,
 )
-from strata_platform.backends.pod_logs import PodLogs, has_begun
-from strata_platform.backends.pod_progress import PodProgress, reported, with_record, with_status
-from strata_platform.backends.run_state import RESUBMIT
+from strata_platform.backends.pod_logs import PodLogs
+from strata_platform.backends.pod_progress import PodProgress, with_record, with_status
 from strata_platform.errors import BackendError, NotReady, RunExists, RunNotFound, SpecError
 from strata_platform.estimate.gpus import Gpu
-from strata_platform.kubernetes_answers import condition_of
 from strata_platform.kubernetes_api import ApiError, Object
 from strata_platform.owner import owner_of_account, this_user
-from strata_platform.pod_settings import QUEUE, SPEC, check_pods, gpu_resource
+from strata_platform.pod_settings import QUEUE, check_pods, gpu_resource
 from strata_platform.run_layout import RunLayout
 from strata_platform.runs import Event, Held, LogLine, MetricPoint, Outputs, Phase, Run, Stage
 
@@ -56,11 +65,6 @@ POD_TEMPLATE = "strata"
 IMAGE = "strata/image"
 """Annotation of a pod template: the image of runs without one."""
 
-_OVER_TIME = "it held its machines for longer than resources.time_limit and the time of a start; raise time_limit"
-_GIVEN_UP = (
-    "Kueue has given it up ({}): its pods did not start, or an admission check rejects it; 'strata events' has the "
-    "reason: mend that, then submit it again"
-)
 # Accounts of programs, which may submit for a person. The chart's policy of owners says the same.
 _SHARED, _OWNER = "system:serviceaccount:", "STRATA_OWNER"
 # Seconds for Kueue to notice a new JobSet.
@@ -116,7 +120,7 @@ class KubernetesBackend:
         if not found or (run := self._run(found[-1])).phase is not Phase.SUCCEEDED:
             return None
         try:
-            same = _spec_of(found[-1]) == spec
+            same = spec_of(found[-1]) == spec
         except SpecError:
             # Another version wrote it.
             return None
@@ -199,7 +203,7 @@ class KubernetesBackend:
         # Another run, or somebody else's JobSet, may have taken the name of the next one.
         everything = self._namespace().list(JOB_SET.jobs)
         taken = {each["metadata"]["name"] for each in everything}
-        mine = sorted((each for each in everything if labels_of(each).get(NAME) == run), key=_made)
+        mine = sorted((each for each in everything if labels_of(each).get(NAME) == run), key=submission_order)
         return mine, next(name for number in count(1) if (name := object_name(run, number)) not in taken)
 
     def _newest(self, run: str) -> Object:
@@ -208,7 +212,7 @@ class KubernetesBackend:
             found = self._namespace().list(JOB_SET.jobs, f"{NAME}={run}")
         if not found:
             raise RunNotFound(f"no run was submitted to {self._where} as {run!r}; 'strata list' shows all")
-        return max(found, key=_made)
+        return max(found, key=submission_order)
 
     def get(self, name: str) -> Run:
         """The newest JobSet of this name, with what its pods report."""
@@ -216,59 +220,26 @@ class KubernetesBackend:
 
     def _runs(self, jobs: Sequence[Object]) -> list[Run]:
         """The runs as their JobSets show them. The workloads of those that are suspended are listed once."""
-        workloads = self._namespace().list(WORKLOADS) if any(map(_may_be_given_up, jobs)) else ()
+        workloads = self._namespace().list(WORKLOADS) if any(map(may_be_given_up, jobs)) else ()
         return [self._run(job, workloads=workloads) for job in jobs]
 
     def _run(self, job: Object, pods: Sequence[Object] | None = None, workloads: Sequence[Object] | None = None) -> Run:
         """The run as its JobSet shows it. `pods`, `workloads`: its own, and the namespace's, if they are known."""
         name = job["metadata"]["name"]
-        phase, message, ended = self._end(job, pods, workloads)
+        phase, message, ended = end_of(job, self._namespace(), pods, workloads)
         begun = [pod["status"]["startTime"] for pod in pods or () if "startTime" in pod["status"]]
         return Run(
             name=labels_of(job)[NAME],
             backend=self.name,
             phase=phase,
             message=message,
-            submitted=_seconds(job["metadata"]["creationTimestamp"]),
-            started=min(map(_seconds, begun), default=None),
+            submitted=seconds_of(job["metadata"]["creationTimestamp"]),
+            started=min(map(seconds_of, begun), default=None),
             ended=ended,
             restarts=(job.get("status") or {}).get("restarts", 0),
             owner=labels_of(job).get(OWNER, ""),
             where=f"{self._where}/jobsets/{name}",
         )
-
-    def _end(
-        self, job: Object, pods: Sequence[Object] | None, workloads: Sequence[Object] | None
-    ) -> tuple[Phase, str, float | None]:
-        """The phase, as far as the JobSet shows it, with the reason and time of its end."""
-        for kind, phase in (("Completed", Phase.SUCCEEDED), ("Failed", Phase.FAILED)):
-            condition = condition_of(job, kind)
-            if condition is not None and condition["status"] == "True":
-                said = "" if phase is Phase.SUCCEEDED else (_last_words(pods or ()) or condition.get("message", ""))
-                return phase, said, _seconds(condition["lastTransitionTime"])
-        if (stopped := self._stopped(job, workloads)) is None:
-            return Phase.RUNNING, "", None
-        left = self._namespace().pods(job["metadata"]["name"]) if pods is None else pods
-        if any(pod["status"].get("phase") in ("Pending", "Running") for pod in left):
-            why = "canceled" if stopped[0] is Phase.ABORTED else "given up by Kueue"
-            return Phase.RUNNING, f"{why}; its pods are ending", None
-        return stopped
-
-    def _stopped(self, job: Object, workloads: Sequence[Object] | None) -> tuple[Phase, str, float] | None:
-        """The end of a run that somebody canceled, or that Kueue has given up.
-
-        Its JobSet is merely suspended.
-        """
-        annotations = job["metadata"].get("annotations") or {}
-        if (canceled := annotations.get(CANCELED)) is not None:
-            return Phase.ABORTED, annotations.get(CAUSE, f"canceled; {RESUBMIT}"), float(canceled)
-        if _may_be_given_up(job):
-            for workload in self._namespace().list(WORKLOADS) if workloads is None else workloads:
-                if is_of(workload, {job["metadata"]["uid"]}) and is_given_up(workload):
-                    evicted = condition_of(workload, "Evicted") or {}
-                    why = _OVER_TIME if is_over_time(workload) else _GIVEN_UP.format(evicted.get("message", ""))
-                    return Phase.FAILED, why, _seconds(evicted["lastTransitionTime"])
-        return None
 
     def _detailed(self, job: Object) -> Run:
         """The run with its stage and progress, from its pods, its training processes and its record."""
@@ -277,7 +248,7 @@ class KubernetesBackend:
         run = self._run(job, pods)
         if run.phase is Phase.SUCCEEDED:
             try:
-                record = self._record(pods)
+                record = record_of(namespace, pods)
             except BackendError as error:
                 # It has succeeded, whether or not the node of rank 0 still answers.
                 return replace(run, message=str(error))
@@ -285,7 +256,7 @@ class KubernetesBackend:
         if run.is_done:
             return run
         shown = with_status(run, namespace.status(name, pods))
-        if shown.stage is Stage.STARTING and any(index_of(pod) == 0 and _succeeded(pod) for pod in pods):
+        if shown.stage is Stage.STARTING and any(index_of(pod) == 0 and has_succeeded(pod) for pod in pods):
             # JobSet's controller has yet to notice.
             shown = replace(shown, stage=Stage.EXPORTING)
         shown = replace(shown, message=shown.message or run.message)
@@ -295,16 +266,6 @@ class KubernetesBackend:
             # While the node of rank 0 does not answer, what the objects show remains.
             return replace(shown, message="; ".join(filter(None, (shown.message, str(error)))))
 
-    def _record(self, pods: Sequence[Object]) -> Mapping[str, Any] | None:
-        """The completion record in the log of the pod of rank 0; None if the pod is removed."""
-        for pod in pods:
-            if index_of(pod) == 0 and _succeeded(pod):
-                for value in reported(self._namespace(), pod, last=50):
-                    if "record" in value:
-                        record: Mapping[str, Any] = value["record"]
-                        return record
-        return None
-
     def logs(self, name: str, pause: Pause | None) -> Iterator[LogLine]:
         """The logs of the pods that exist, and what is kept of those that are gone; with `pause` also of later pods.
 
@@ -313,7 +274,7 @@ class KubernetesBackend:
         if (lines := kept_lines(name, pause)) is not None:
             return lines
         job = self._newest(name)
-        kept = KeptLogs(RunAddress.of(json.loads(_text_of_spec(job))))
+        kept = KeptLogs(RunAddress.of(json.loads(text_of_spec(job))))
         if self._run(job).is_done and not kept.files.names and not self._namespace().pods(job["metadata"]["name"]):
             log.warning("the pods of %s are removed, with their logs, %s", name, kept.why_none)
         return (line for line in self._lines(job, pause, kept) if progress_line.decode(line.text) is None)
@@ -346,7 +307,7 @@ class KubernetesBackend:
         found += cold_start.recorded_events(self._namespace(), job["metadata"]["name"])
         if run.phase is Phase.SUCCEEDED:
             try:
-                record = self._record(self._namespace().pods(job["metadata"]["name"]))
+                record = record_of(self._namespace(), self._namespace().pods(job["metadata"]["name"]))
                 found += cold_start.of_record(record or {})
             except BackendError as error:
                 log.warning("where the time of the start went is not known: %s", error)
@@ -400,7 +361,7 @@ class KubernetesBackend:
         run = self._run(job)
         if run.phase is not Phase.SUCCEEDED:
             raise NotReady(f"{name} is {run.phase}: outputs exist once a run has succeeded")
-        spec = _spec_of(job)
+        spec = spec_of(job)
         found = RunLayout(Path(spec.output) / spec.name).outputs
         if to is not None:
             if missing := [str(path) for path in found.values() if not path.exists()]:
@@ -416,24 +377,13 @@ class KubernetesBackend:
 
     def held(self, since: float) -> Iterator[tuple[Run, Sequence[Held] | None]]:
         """The time for which Kueue admitted each JobSet that exists; without a queue, from its creation to its end."""
-        jobs = sorted(self._namespace().list(JOB_SET.jobs, NAME), key=_made, reverse=True)
+        jobs = sorted(self._namespace().list(JOB_SET.jobs, NAME), key=submission_order, reverse=True)
         workloads = self._namespace().list(WORKLOADS)
         for job in jobs:
             run = self._run(job, workloads=workloads)
             if (run.submitted or 0.0) < since:
                 return
-            mine = [workload for workload in workloads if is_of(workload, {job["metadata"]["uid"]})]
-            if QUEUE in labels_of(job) and not mine:
-                log.warning("what %s held is not known: Kueue's workload of %s is gone", run.name, run.where)
-                yield run, None
-                continue
-            until = run.ended or time.time()
-            seconds = sum(_admitted(each, until) for each in mine) if mine else until - (run.submitted or until)
-            spec = json.loads(_text_of_spec(job))
-            resources, topology = spec["resources"], spec["topology"]
-            gpu = (resources["gpu_type"] or "") if resources["gpu"] else None
-            held = Held(seconds, topology["nnodes"] * topology["nproc_per_node"], gpu)
-            yield run, [held] if seconds else []
+            yield run, held_by(job, run, workloads)
 
     def list(self, limit: int | None, owner: str | None) -> list[Run]:
         """The newest runs, each as its newest JobSet, with the stage of those that have not ended."""
@@ -447,64 +397,12 @@ class KubernetesBackend:
     def _newest_of_each(self) -> dict[str, Object]:
         """The newest JobSet of each run, the newest run first."""
         newest: dict[str, Object] = {}
-        for job in sorted(self._namespace().list(JOB_SET.jobs, NAME), key=_made, reverse=True):
+        for job in sorted(self._namespace().list(JOB_SET.jobs, NAME), key=submission_order, reverse=True):
             newest.setdefault(labels_of(job)[NAME], job)
         return newest
-
-
-def _spec_of(job: Object) -> RunSpec:
-    """What the pods of a JobSet run. Raises SpecError if another version wrote it."""
-    from strata_platform.spec import load_spec
-
-    return load_spec(_text_of_spec(job))
-
-
-def _text_of_spec(job: Object) -> str:
-    (inner,) = job["spec"]["replicatedJobs"]
-    variables = inner["template"]["spec"]["template"]["spec"]["containers"][0]["env"]
-    return str(next(each["value"] for each in variables if each["name"] == SPEC))
-
-
-def _admitted(workload: Object, until: float) -> float:
-    """Seconds for which a workload had its quota, over all its admissions."""
-    past = float((workload.get("status") or {}).get("accumulatedPastExecutionTimeSeconds") or 0)
-    admitted = condition_of(workload, "Admitted") or {}
-    return past + (until - _seconds(admitted["lastTransitionTime"]) if admitted.get("status") == "True" else 0.0)
-
-
-def _may_be_given_up(job: Object) -> bool:
-    """Whether Kueue holds a JobSet back; one that it has given up is merely suspended."""
-    return QUEUE in labels_of(job) and bool(job["spec"].get("suspend"))
-
-
-def _made(job: Object) -> tuple[str, int]:
-    """The order of JobSets: Kubernetes' times are of whole seconds, and the names of a run's are numbered."""
-    number = job["metadata"]["name"].rpartition("-x")[2]
-    return job["metadata"]["creationTimestamp"], int(number) if number.isdigit() else 1
 
 
 def _exists(job: Object, run: Run) -> RunExists:
     state = "was submitted at the same moment" if run.is_done else "has not ended"
     by = f" of {run.owner}" if run.owner else ""
     return already_runs(run.name, state, f"as JobSet {job['metadata']['name']}{by}")
-
-
-def _succeeded(pod: Object) -> bool:
-    return bool(pod["status"].get("phase") == "Succeeded")
-
-
-def _last_words(pods: Sequence[Object]) -> str:
-    """The error of the pod that ended first with one, by the last lines of its log."""
-    found = []
-    for pod in filter(has_begun, pods):
-        for status in pod["status"].get("containerStatuses") or []:
-            ended = (status.get("state") or {}).get("terminated") or {}
-            if ended.get("exitCode") and ended.get("message"):
-                lines = ended["message"].strip().splitlines()
-                begin = max((at for at, line in enumerate(lines) if line.startswith("error: ")), default=len(lines) - 1)
-                found.append((ended.get("finishedAt", ""), "\n".join(lines[begin:]).removeprefix("error: ")))
-    return min(found)[1] if found else ""
-
-
-def _seconds(stamp: str) -> float:
-    return datetime.fromisoformat(stamp).timestamp()

@@ -308,7 +308,7 @@ def event_of(item: Mapping[str, Any]) -> Event:
     about = f"{its.get('kind', '').lower()}/{its.get('name', '')}"
     kind: Literal["normal", "warning"] = "warning" if item.get("type") == "Warning" else "normal"
     return Event(
-        datetime.fromisoformat(time_of(item)).timestamp(),
+        seconds_of(time_of(item)),
         item.get("reason") or "",
         item.get("message") or "",
         kind,
@@ -320,3 +320,8 @@ def time_of(event: Mapping[str, Any]) -> str:
     """When an event was recorded last."""
     found: str = event.get("lastTimestamp") or event.get("eventTime") or event["metadata"]["creationTimestamp"]
     return found
+
+
+def seconds_of(stamp: str) -> float:
+    """A time of Kubernetes in seconds since the epoch."""
+    return datetime.fromisoformat(stamp).timestamp()
