@@ -33,7 +33,7 @@ def directory(path: Path | str, sleep: Sleep = time.sleep) -> FlyteDirectory:
     """A folder as a task's output. A local run passes the path: weights are large, and a copy would land in /tmp.
 
     On a cluster it is uploaded now. While the store is away it is tried again, as long as `Patience` says. Raises
-    FlyteRecoverableException after that, and `FINAL_ERRORS` at once.
+    FlyteRecoverableException after that, and an error that no other call mends at once.
     """
     if is_local():
         return FlyteDirectory(str(path), remote_directory=False)

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import flyte
 from flyte.io import Dir, File
+from flyte.storage._parallel_reader import DownloadQueueEmpty
 from obstore.exceptions import NotFoundError, PermissionDeniedError, UnauthenticatedError
 
 from tasks.steps.retry import Patience
@@ -16,8 +17,8 @@ from tasks.steps.retry import Patience
 T = TypeVar("T")
 Sleep = Callable[[float], Awaitable[object]]
 
-# Those of its client that are no OSError.
-_FINAL_ERRORS = (NotFoundError, PermissionDeniedError, UnauthenticatedError)
+# Those of its client that are no OSError. The last one says that a folder has no file.
+_FINAL_ERRORS = (NotFoundError, PermissionDeniedError, UnauthenticatedError, DownloadQueueEmpty)
 
 
 def is_local() -> bool:
@@ -28,8 +29,8 @@ def is_local() -> bool:
 async def stored(path: Path, sleep: Sleep = asyncio.sleep) -> Dir | File:
     """A folder or a file as a task's output. Without a cluster, Flyte passes the path.
 
-    While the store is away it is tried again, as long as `Patience` says. Raises Retry after that, `FINAL_ERRORS` at
-    once, and FileNotFoundError if `path` is not there.
+    While the store is away it is tried again, as long as `Patience` says. Raises Retry after that, an error that no
+    other call mends at once, and FileNotFoundError if `path` is not there.
     """
     if not path.exists():
         raise FileNotFoundError(f"{path} was to be stored, and is not there")

@@ -24,4 +24,9 @@ def final_unless_retried() -> Iterator[None]:
     except Exception as error:
         if isinstance(error, RunError) and error.outcome.retryable:
             raise
-        raise NonRecoverableError(str(error), code=type(error).__name__) from error
+        raise NonRecoverableError(_message(error), code=type(error).__name__) from error
+
+
+def _message(error: BaseException) -> str:
+    """The text of an error. That of a group is only how many errors it has."""
+    return "; ".join(map(_message, error.exceptions)) if isinstance(error, BaseExceptionGroup) else str(error)

@@ -65,58 +65,59 @@ async def prepare(recipe: DataRecipe, output: str, url: str) -> Prepared:
     configure_logging()
     with final_unless_retried():
         folder, shares = prepare_step.prepare(recipe, output, url)
-    data = await stored(folder)
-    if not url and not is_local():
-        prepare_step.note_stored(folder, data.path)
-    return Prepared(data, shares)
+        data = await stored(folder)
+        if not url and not is_local():
+            prepare_step.note_stored(folder, data.path)
+        return Prepared(data, shares)
 
 
 @preparing.task(retries=RETRIES)
 async def prepare_share(data: Dir, share: str) -> int:
     """Prepare a range of parts, without those that are done, and write them to the store. Returns their number."""
     configure_logging()
-    folder = await fetched(data)
     with final_unless_retried():
-        return prepare_step.prepare_share(folder, share)
+        return prepare_step.prepare_share(await fetched(data), share)
 
 
 @control.task(retries=RETRIES)
 async def complete(data: Dir) -> Dir:
     """Write the manifests after all parts."""
     configure_logging()
-    folder = await fetched(data)
     with final_unless_retried():
+        folder = await fetched(data)
         prepare_step.complete(folder)
-    return await stored(folder)
+        return await stored(folder)
 
 
 @training.task(retries=RETRIES)
 async def train(spec: RunSpec, data: Dir) -> Trained:
     """Train in all processes of this pod, under an elastic agent."""
     startup.mark_pod()
-    folder = await fetched(data)
-    startup.mark("data")
-    with final_unless_retried(), nullcontext() if is_local() else kept_logs(spec) as keep_the_rest:
-        record, weights = train_in_pod(spec, folder, keep_the_rest)
-    # The processes are gone, so the GPUs are idle while the store is waited for.
-    return Trained(record, await stored(weights))
+    with final_unless_retried():
+        folder = await fetched(data)
+        startup.mark("data")
+        with nullcontext() if is_local() else kept_logs(spec) as keep_the_rest:
+            record, weights = train_in_pod(spec, folder, keep_the_rest)
+        # The processes are gone, so the GPUs are idle while the store is waited for.
+        return Trained(record, await stored(weights))
 
 
 @finishing.task(retries=RETRIES, report=True)
 async def finish(spec: RunSpec, record: CompletionRecord, weights: Dir, data: Dir) -> Exported:
     """Evaluate a complete run, and write the model, the report and the record. The report is also the task's."""
     configure_logging()
-    folders = await fetched(weights), await fetched(data)
-    with final_unless_retried(), nullcontext() if is_local() else kept_logs(spec):
-        done = finish_step.finish(spec, record, *folders)
-    await flyte.report.replace.aio(done.report)
-    outputs = Exported(
-        await stored(done.folder.model), await stored(done.folder.report), await stored(done.folder.record)
-    )
-    if not is_local():
-        addresses = (output.path for output in outputs)
-        finish_step.note_outputs(done.folder, finish_step.Outputs(spec.hash(), done.recipe_hash, *addresses))
-    return outputs
+    with final_unless_retried():
+        folders = await fetched(weights), await fetched(data)
+        with nullcontext() if is_local() else kept_logs(spec):
+            done = finish_step.finish(spec, record, *folders)
+        await flyte.report.replace.aio(done.report)
+        outputs = Exported(
+            await stored(done.folder.model), await stored(done.folder.report), await stored(done.folder.record)
+        )
+        if not is_local():
+            addresses = (output.path for output in outputs)
+            finish_step.note_outputs(done.folder, finish_step.Outputs(spec.hash(), done.recipe_hash, *addresses))
+        return outputs
 
 
 def plan(spec: RunSpec) -> prepare_step.Planned:

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from strata_platform.outcomes import RunError
+from tasks.runtime.process.errors import is_final
 
 # Seconds for which a store may be away when a task hands over a folder, and between two attempts.
 STORE_SECONDS = 900.0
 INITIAL_PAUSE, LONGEST_PAUSE = 1.0, 30.0
-FINAL_ERRORS = (ValueError, TypeError, PermissionError, FileNotFoundError)
-"""Errors that another call would raise again. Others are retried: clients have many for a store that is away."""
 
 log = logging.getLogger(__name__)
 
@@ -40,17 +39,17 @@ class Patience:
 
     Args:
         problem: What did not work, for messages.
-        final: Errors of the client that are raised at once, as `FINAL_ERRORS` are.
+        final: Errors of the client that are raised at once, as those of `is_final` are.
     """
 
     def __init__(self, problem: str, final: tuple[type[Exception], ...] = ()) -> None:
         self._problem = problem
-        self._final: tuple[type[Exception], ...] = (*FINAL_ERRORS, *final)
+        self._final = final
         self._began, self._pause, self._has_warned = time.monotonic(), INITIAL_PAUSE, False
 
     def pause_after(self, error: Exception) -> float:
         """Seconds to wait before the next call, longer each time. Raises a final `error`, and Retry at the end."""
-        if isinstance(error, self._final):
+        if is_final(error, self._final):
             raise error
         passed = time.monotonic() - self._began
         if passed + self._pause > STORE_SECONDS:

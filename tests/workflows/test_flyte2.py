@@ -5,6 +5,8 @@ import importlib
 import signal
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -148,7 +150,7 @@ def test_the_spec_and_the_record_travel_as_msgpack_never_as_a_pickle(flyte_2):
         assert back.model_dump_json() == value.model_dump_json()
 
 
-@pytest.mark.parametrize(("how", "attempts"), [("Retry", 2), ("away", 2), ("mistake", 1)])
+@pytest.mark.parametrize(("how", "attempts"), [("Retry", 2), ("away", 2), ("mistake", 1), ("mistakes", 1)])
 def test_only_what_another_attempt_may_mend_is_tried_again(how, attempts, tmp_path, flyte_2):
     import flyte
 
@@ -256,23 +258,112 @@ def test_a_store_that_is_away_when_a_folder_is_read_is_waited_for(tmp_path, flyt
     assert asyncio.run(fetched(folder, sleep)).is_dir() and pauses == [1, 2, 4]
 
 
-@pytest.mark.parametrize("name", ["ValueError", "TypeError", "PermissionError", "obstore.UnauthenticatedError"])
-def test_what_another_call_would_not_mend_is_not_waited_for(name, tmp_path, flyte_2, monkeypatch):
-    import builtins
-
+def denied():
     import obstore.exceptions
+
+    return obstore.exceptions.UnauthenticatedError("no")
+
+
+FINAL = {
+    "ValueError": lambda: ValueError("no"),
+    "TypeError": lambda: TypeError("no"),
+    "KeyError": lambda: KeyError("no"),
+    "AttributeError": lambda: AttributeError("no"),
+    "PermissionError": lambda: PermissionError("no"),
+    "UnauthenticatedError": denied,
+    "group": lambda: ExceptionGroup("no", [ConnectionError("no route to the store"), denied()]),
+}
+
+
+@pytest.mark.parametrize("name", FINAL)
+def test_what_another_call_would_not_mend_is_not_waited_for(name, tmp_path, flyte_2, monkeypatch):
     from flyte.io import Dir
 
     from tasks.flyte2.files import stored
 
-    error = getattr(obstore.exceptions if "." in name else builtins, name.rpartition(".")[2])
+    error = FINAL[name]()
 
     async def fail(*_):
-        raise error("no")
+        raise error
 
     async def sleep(_):
         raise AssertionError("waited")
 
     monkeypatch.setattr(Dir, "from_local", fail)
-    with pytest.raises(error, match="no"):
+    with pytest.raises(type(error), match="no"):
         asyncio.run(stored(tmp_path, sleep))
+
+
+class Store(BaseHTTPRequestHandler):
+    """An S3 server with two files in the folder `data`, which nobody may read, and none elsewhere."""
+
+    def do_GET(self):
+        keys = ("data/1", "data/2") if "prefix=data" in self.path else ()
+        listing = "".join(
+            f"<Contents><Key>{key}</Key><Size>4</Size><ETag>e</ETag><LastModified>2026-01-01T00:00:00Z</LastModified>"
+            "</Contents>" for key in keys
+        )  # fmt: skip
+        is_list = "list-type" in self.path
+        answer = (
+            f"<ListBucketResult>{listing}</ListBucketResult>" if is_list else "<Error><Code>AccessDenied</Code></Error>"
+        )
+        self.send_response(200 if is_list else 403)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer.encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def denying(flyte_2):
+    """Flyte's own client of that server."""
+    import flyte
+    from flyte.storage import S3
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Store)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    flyte.init(storage=S3(endpoint=url, access_key_id="k", secret_access_key="s", region="us-east-1"))
+    yield
+    flyte.init()
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("folder", ["data", "lost"])
+def test_a_store_that_answers_is_not_waited_for(folder, denying):
+    """Flyte's client raises a group of errors of files, or an error of its own for a folder that is not there."""
+    from flyte.io import Dir
+    from obstore.exceptions import PermissionDeniedError
+
+    from tasks.flyte2.files import fetched
+
+    async def sleep(_):
+        raise TimeoutError("waited")
+
+    # If one file fails first, its error comes alone.
+    kinds = {"data": (ExceptionGroup, PermissionDeniedError), "lost": RuntimeError}[folder]
+    with pytest.raises(kinds):
+        asyncio.run(fetched(Dir.from_existing_remote(f"s3://runs/{folder}"), sleep))
+
+
+@pytest.mark.parametrize("name", ["prepare", "prepare_share", "complete", "train", "finish"])
+def test_a_folder_that_cannot_be_handed_over_ends_a_task_for_good(name, flyte_2, monkeypatch):
+    from flyte.errors import NonRecoverableError
+
+    class Denied:
+        path = "s3://runs/data"
+
+        async def download(self):
+            raise PermissionError("denied")
+
+    monkeypatch.setattr(flyte_2.run.prepare_step, "prepare", lambda *_: (Path("/lost"), []))
+    monkeypatch.setattr(flyte_2.run, "configure_logging", lambda: None)
+    arguments = {
+        "prepare": (None, "out", ""), "prepare_share": (Denied(), "share"), "complete": (Denied(),),
+        "train": (RunSpec(), Denied()), "finish": (RunSpec(), None, Denied(), Denied()),
+    }[name]  # fmt: skip
+    with pytest.raises(NonRecoverableError, match=r"denied|/lost was to be stored"):
+        asyncio.run(flyte_2.TASKS[name].func(*arguments))

@@ -115,7 +115,7 @@ def test_the_time_of_calls_that_fail_counts(weights, store, clock, monkeypatch):
     assert clock == [100, 1, 100, 2, 100, 4, 100, 8, 100, 16, 100, 30, 100, 30, 100]
 
 
-@pytest.mark.parametrize("error", [ValueError, TypeError, PermissionError, FileNotFoundError])
+@pytest.mark.parametrize("error", [ValueError, TypeError, KeyError, AttributeError, PermissionError, FileNotFoundError])
 def test_what_another_call_would_not_mend_ends_at_once(error, weights, store, monkeypatch):
     def fail(*_, **__):
         raise error("no")

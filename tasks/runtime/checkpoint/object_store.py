@@ -21,7 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from strata_platform.run_layout import LEASE, LOGS
 from tasks.runtime.checkpoint import manifest
-from tasks.runtime.process.errors import Unreachable
+from tasks.runtime.process.errors import Unreachable, is_final
 from tasks.runtime.process.object_store_url import open_url
 
 log = logging.getLogger(__name__)
@@ -32,8 +32,6 @@ _PARALLEL_TRANSFERS = 4
 _MISSING_FILE_RETRIES = 6
 # Seconds between two attempts.
 INITIAL_BACKOFF, MAX_BACKOFF = 1.0, 60.0
-# Errors that a retry does not fix.
-_NOT_RETRYABLE = (PermissionError, FileNotFoundError, NotADirectoryError, ImportError, ValueError)
 
 _RESTART_HINT = "start the run again: it continues from its newest checkpoint, on disk or in the store"
 
@@ -223,7 +221,7 @@ def retry(call: Callable[[], T], url: str, timeout: float, sleep: Callable[[floa
                 # Counted from the first failure: the transfer of a large checkpoint may take longer than the timeout.
                 deadline = time.monotonic() + timeout
             reason = f"{type(error).__name__}: {error}"
-            if isinstance(error, _NOT_RETRYABLE):
+            if is_final(error):
                 raise ValueError(
                     f"checkpoint.url: {url} cannot be used: {reason}. Fix that and {_RESTART_HINT}"
                 ) from error

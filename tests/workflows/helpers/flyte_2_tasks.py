@@ -43,7 +43,13 @@ class Away(RunError):
     outcome = UNREACHABLE
 
 
-ENDS = {"Retry": Retry("lost a peer"), "away": Away("no answer"), "mistake": ValueError("training.steps is too large")}
+MISTAKE = ValueError("training.steps is too large")
+ENDS = {
+    "Retry": Retry("lost a peer"),
+    "away": Away("no answer"),
+    "mistake": MISTAKE,
+    "mistakes": ExceptionGroup("two processes", [MISTAKE]),
+}
 trying = flyte.TaskEnvironment("trying")
 
 
