@@ -22,60 +22,43 @@ the first message of a chat.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, pairwise
 
 from transformers import PreTrainedTokenizerBase
 
-from strata_platform.spec import DataRecipe
-from strata_platform.spec.data import Data, TrainOn
-from strata_platform.spec.objectives import LABELLED
-from tasks.runtime.data.chat import ChatTemplate, Rendered, resolve_template, templates_to_save
-from tasks.runtime.data.columns import (
-    CHATS,
-    PREFERENCES,
-    PROMPTS,
-    Shape,
-    Unread,
-    columns_of,
-    find_shape,
-    known_shapes,
-    optional_columns,
+from strata_platform.spec.data import Data
+from tasks.runtime.data.chat import templates_to_save
+from tasks.runtime.data.columns import CHATS, PREFERENCES, PROMPTS, Unread, optional_columns
+from tasks.runtime.data.documents import Document
+from tasks.runtime.data.media_messages import between_stand_ins, with_media
+from tasks.runtime.data.messages import Messages
+from tasks.runtime.data.own_format import is_own, is_own_chat, own_messages, own_segments
+from tasks.runtime.data.prompt_template import PromptTemplate
+from tasks.runtime.data.row_chats import chats_in, chats_of
+from tasks.runtime.data.row_documents import (
+    Render,
+    chat_documents,
+    chat_preference_documents,
+    chat_renderer,
+    completion_documents,
+    labelled_chat_documents,
+    own_documents,
+    preference_documents,
+    prompt_chat_documents,
+    prompt_documents,
+    templated_documents,
+    text_documents,
 )
-from tasks.runtime.data.documents import Document, Segment
-from tasks.runtime.data.media_messages import between_stand_ins, media_in, with_media, without_media
-from tasks.runtime.data.messages import (
-    Messages,
-    answer_of,
-    is_empty_answer,
-    is_json_chat,
-    is_text,
-    is_transcript,
-    learned_messages,
-    messages_of,
-    question_messages,
-    with_system,
-)
-from tasks.runtime.data.own_format import is_own, is_own_chat, own_columns, own_messages, own_segments
-from tasks.runtime.data.preferences import chat_answers, text_answers
-from tasks.runtime.data.prompt_template import PromptTemplate, prompt_shape
-from tasks.runtime.data.row_media import Drawn, Processor, RowMedia
-from tasks.runtime.data.rows import Row, RowError, require_valid_unicode, suggestion
+from tasks.runtime.data.row_media import Processor, RowMedia
+from tasks.runtime.data.rows import Row, require_valid_unicode
 from tasks.runtime.data.scores import with_scores
-from tasks.runtime.data.special_tokens import SpecialTokens, restore, texts_in
+from tasks.runtime.data.special_tokens import SpecialTokens, texts_in
 from tasks.runtime.data.teacher_columns import with_top_tokens
-from tasks.runtime.data.template_renderer import Span
-from tasks.runtime.data.token_rows import COLUMN as TOKENS
 from tasks.runtime.data.token_rows import token_document
-from tasks.runtime.data.tools import COLUMN, tools_of
-from tasks.runtime.extensions import TextSegment
 
 ToDocuments = Callable[[Row], list[Document]]
-# From a chat and its row to documents.
-Render = Callable[[Messages, Row], list[Drawn]]
 
 
 @dataclass(frozen=True)
@@ -99,104 +82,6 @@ class Format:
     def paired(self) -> bool:
         """Whether a row gives two documents, the chosen and the rejected answer."""
         return self.name in PREFERENCES
-
-
-def choose_format(recipe: DataRecipe, rows: list[Row]) -> tuple[str, tuple[str, ...]]:
-    """Name and columns of the format of a source, judged by its first `rows`, at least one.
-
-    `data.format: auto` takes the first format whose columns exist, in an order that depends on the objective.
-
-    Raises:
-        ValueError: a column is missing, no row is readable, or the format does not fit the objective.
-    """
-    data = recipe.data
-    available = columns_of(rows)
-    if not available:
-        raise ValueError(f"data.source: none of the first {len(rows)} rows can be read; {_first_problem(rows)}")
-    present = [column for column in available if column not in data.ignore_columns]
-    if not present:
-        raise ValueError(f"data.ignore_columns: no column is left of {', '.join(map(repr, available))}; remove one")
-    if is_own(data.format):
-        return data.format, own_columns(data, present)
-    if data.template is not None:
-        _require_columns(data, available)
-        return _templated_shape(data, present, rows)
-    shape = find_shape(data, recipe.objective, present)
-    _require_columns(data, available)
-    if shape is None:
-        raise ValueError(
-            f"data.format 'auto' recognizes none of the columns {', '.join(map(repr, present))}; it looks for "
-            f"{known_shapes(data)}; set data.messages_column, data.prompt_column and data.completion_column, or "
-            "data.text_column"
-        )
-    if shape.format == "tokens" and recipe.objective in LABELLED:
-        raise ValueError(
-            f"objective.type {recipe.objective!r} needs prompts and completions as texts or messages, but the data has "
-            f"only token ids (column {shape.columns[0]!r})"
-        )
-    if shape.format == "text" and recipe.objective in ("sft", *LABELLED):
-        raise ValueError(
-            f"objective.type {recipe.objective!r} needs prompts and completions, but the data has only texts (column "
-            f"{shape.columns[0]!r}); set objective.type to 'pretrain', or set data.prompt_column and "
-            f"data.completion_column{_token_advice(recipe.objective, present)}"
-        )
-    return _as_chat(shape, rows)
-
-
-def _token_advice(objective: str, present: list[str]) -> str:
-    """What to do with texts that the data has beside their tokens, as `datasets.map` leaves them."""
-    has_tokens = TOKENS in present and objective not in LABELLED
-    return f"; to learn the token ids in column {TOKENS!r}, set data.format to 'tokens'" if has_tokens else ""
-
-
-def _templated_shape(data: Data, present: list[str], rows: list[Row]) -> Shape:
-    shape = prompt_shape(data, present)
-    if _as_chat(shape, rows).format != shape.format:
-        raise ValueError(f"data.template renders texts, but column {shape.columns[-1]!r} holds messages; leave it out")
-    return shape
-
-
-def _require_columns(data: Data, available: list[str]) -> None:
-    """Raise ValueError if a field of `data` names a column that does not exist."""
-    for field in Data.model_fields:
-        column = getattr(data, field) if field.endswith("_column") else None
-        if column is not None and column not in available:
-            raise ValueError(
-                f"data.{field} {column!r}: the data has {', '.join(map(repr, available))}"
-                f"{suggestion(column, available)}"
-            )
-
-
-def _as_chat(shape: Shape, rows: list[Row]) -> Shape:
-    """Name and columns of the format, judged by the first answer of rows that is not null: a text or messages.
-
-    Raises ValueError when answers are texts and have no prompt.
-    """
-    if shape.format not in ("prompt_completion", "prompt", *PREFERENCES):
-        return shape
-    column = shape.columns[-2] if shape.format in PREFERENCES else shape.columns[-1]
-    values = [row.values[column] for row in rows if isinstance(row.values, dict) and row.values.get(column) is not None]
-    if values and (
-        isinstance(values[0], list | dict)
-        or is_json_chat(values[0])
-        or (shape.format in PREFERENCES and is_transcript(values[0]))
-    ):
-        chats = {"prompt_completion": "chat", "prompt": "prompt_chat"}
-        return shape._replace(format=chats.get(shape.format, "preference_chat"))
-    if shape.format in PREFERENCES and len(shape.columns) == 2:
-        raise ValueError(
-            f"the answers in column {column!r} are texts, but there is no column with their prompt; set "
-            "data.prompt_column, or give answers as lists of messages"
-        )
-    return shape
-
-
-def _first_problem(rows: list[Row]) -> str:
-    try:
-        rows[0].fields()
-    except RowError as error:
-        return str(error)
-    return f"{rows[0].where}: it has no columns"
 
 
 def make_format(
@@ -231,7 +116,7 @@ def make_format(
     if data.special_tokens == "auto" and not chats and data.template is None:
         special.control = _are_rendered(columns, first, special)
     media = RowMedia(data, processor) if chats else None
-    build_chat = _labelled_chat if score else partial(_chat, train_on=data.train_on or "completions")
+    build_chat = labelled_chat_documents if score else partial(chat_documents, train_on=data.train_on or "completions")
     build = _builder(name, columns, tokenizer, data, special, media, build_chat)
     if score is not None:
         build = with_scores(build, score, paired=name in PREFERENCES)
@@ -256,29 +141,31 @@ def _builder(
 ) -> ToDocuments:
     if data.template is not None:
         template = PromptTemplate(data, columns)
-        return lambda row: _templated(row, template, special)
+        return lambda row: templated_documents(row, template, special)
     if is_own_chat(data):
         assert media is not None
-        render = _renderer(tokenizer, data, special, media)
+        render = chat_renderer(tokenizer, data, special, media)
         return lambda row: build_chat(
             [with_media(chat, row, data)] if (chat := own_messages(row, data)) else [], row, render
         )
     if is_own(name):
-        return lambda row: _own(own_segments(row, data), row, special)
+        return lambda row: own_documents(own_segments(row, data), row, special)
     if name in CHATS:
         assert media is not None
-        render = _renderer(tokenizer, data, special, media, prompts=name in PROMPTS)
-        build = {"preference_chat": _chat_preference, "prompt_chat": _prompt_chat}.get(name, build_chat)
+        render = chat_renderer(tokenizer, data, special, media, prompts=name in PROMPTS)
+        build = {"preference_chat": chat_preference_documents, "prompt_chat": prompt_chat_documents}.get(
+            name, build_chat
+        )
         return lambda row: build(chats_of(name, columns, row, data), row, render)
     if name == "prompt":
-        return lambda row: _prompt(row, columns[0], special)
+        return lambda row: prompt_documents(row, columns[0], special)
     if name == "preference":
-        return lambda row: _preference(row, columns, special)
+        return lambda row: preference_documents(row, columns, special)
     if name == "tokens":
         return token_document
     if name == "prompt_completion":
-        return lambda row: _prompt_completion(row, columns, special)
-    return lambda row: _text(row, columns[0], special)
+        return lambda row: completion_documents(row, columns, special)
+    return lambda row: text_documents(row, columns[0], special)
 
 
 def _are_rendered(columns: tuple[str, ...], first: Sequence[Row], special: SpecialTokens) -> bool:
@@ -287,80 +174,6 @@ def _are_rendered(columns: tuple[str, ...], first: Sequence[Row], special: Speci
     rows = [row.values for row in first if isinstance(row.values, dict) and row.begins]
     texts = [[values.get(column) for column in columns] for values in rows]
     return len(texts) > 1 and all(any(isinstance(t, str) and special.in_text(t) for t in row) for row in texts)
-
-
-def chat_templates(tokenizer: PreTrainedTokenizerBase, data: Data, *, multimodal: bool) -> list[ChatTemplate]:
-    """The template of chats without tools, and of those with tools."""
-    return [
-        ChatTemplate(
-            resolve_template(data.chat_template, tokenizer, tools=tools),
-            tokenizer,
-            data.chat_template,
-            multimodal=multimodal,
-        )
-        for tools in (False, True)
-    ]
-
-
-def _renderer(
-    tokenizer: PreTrainedTokenizerBase, data: Data, special: SpecialTokens, media: RowMedia, *, prompts: bool = False
-) -> Render:
-    """What renders chats; with `prompts`, to the text that an answer follows."""
-    templates = chat_templates(tokenizer, data, multimodal=media.multimodal)
-
-    def render(messages: Messages, row: Row) -> list[Drawn]:
-        tools = None if COLUMN in data.ignore_columns else tools_of(row)
-        if found := media_in(messages):
-            # Before a template for texts alone would be blamed.
-            media.processor(found, row)
-        texts, tools, hidden = special.hide_in_chat(without_media(messages), tools, row.where)
-        template = templates[bool(tools)]
-        if prompts:
-            rendered = [template.render_prompt(texts, row.where, tools)]
-        else:
-            rendered = template.render(texts, row.where, tools, data.train_on or "completions")
-        return media.draw([_segments(document, hidden, special) for document in rendered], found, row)
-
-    return render
-
-
-def chats_in(name: str, columns: tuple[str, ...], row: Row, data: Data) -> list[Messages]:
-    """The chats of a row in a format of `CHATS`, or in a class of the user's. Raises RowError: they cannot be read."""
-    return [own_messages(row, data)] if is_own(name) else chats_of(name, columns, row, data)
-
-
-def chats_of(name: str, columns: tuple[str, ...], row: Row, data: Data) -> list[Messages]:
-    """The chats of a row in a format of `CHATS`: one, or two with the chosen and the rejected answer.
-
-    Raises:
-        RowError: they cannot be read.
-    """
-    if name == "preference_chat":
-        chats = list(chat_answers(row, columns, data))
-    elif name == "alpaca":
-        question, answer = columns
-        turn = {"role": "assistant", "content": row.text(answer)}
-        # Without an answer there is nothing to learn.
-        chats = [[*question_messages(row, question, data), turn]] if row.text(answer).strip() else []
-    elif name == "prompt_chat" and is_text(row.value(columns[0])):
-        chats = [question_messages(row, columns[0], data)] if row.text(columns[0]).strip() else []
-    elif len(columns) == 2:
-        chats = [_continued(row, columns, data)]
-    else:
-        chats = [messages_of(row, columns[0], data.ignore_columns)]
-    return [with_media(with_system(chat, row, data), row, data) for chat in chats]
-
-
-def _continued(row: Row, columns: tuple[str, ...], data: Data) -> Messages:
-    """The chat of a prompt and a completion, of which the completion alone is learned."""
-    prompt, completion = columns
-    before = (
-        [{"role": "user", "content": row.text(prompt)}]
-        if isinstance(row.value(prompt), str) and not is_json_chat(row.value(prompt))
-        else messages_of(row, prompt, data.ignore_columns)
-    )
-    context = [{**message, "weight": 0} if message["role"] == "assistant" else message for message in before]
-    return [*context, *answer_of(row, completion, data.ignore_columns)]
 
 
 def raw_text(name: str, columns: tuple[str, ...], row: Row, data: Data) -> str:
@@ -381,154 +194,3 @@ def raw_text(name: str, columns: tuple[str, ...], row: Row, data: Data) -> str:
         chats = chats_in(name, columns, row, data)
         return "\n".join("".join(between_stand_ins(message.get("content", ""))) for chat in chats for message in chat)
     return "".join(row.text(column) for column in columns)
-
-
-def _text(row: Row, column: str, special: SpecialTokens) -> list[Document]:
-    text = row.text(column)
-    if row.begins and row.ends and not text.strip():
-        return []
-    segments = (Segment(text, True, special.is_control(row.where, text)),)
-    return [Document(segments, has_special_tokens=False, begins=row.begins, ends=row.ends)]
-
-
-def _prompt_completion(row: Row, columns: tuple[str, ...], special: SpecialTokens) -> list[Document]:
-    prompt, completion = (row.text(column) for column in columns)
-    control = special.is_control(row.where, prompt, completion)
-    return [_prompt_completion_document(prompt, completion, control)] if completion.strip() else []
-
-
-def _prompt(row: Row, column: str, special: SpecialTokens) -> list[Document]:
-    text = row.text(column)
-    if not text.strip():
-        return []
-    segments = (Segment(text, False, special.is_control(row.where, text)),)
-    # The answer follows, not the end.
-    return [Document(segments, has_special_tokens=False, ends=False, columns=_as_json(row, text))]
-
-
-def _prompt_chat(chats: list[Messages], row: Row, render: Render) -> list[Document]:
-    if not chats:
-        return []
-    [chat] = chats
-    [drawn] = render(chat, row)
-    if drawn.media:
-        raise ValueError(f"{row.where}: the prompt has images or audio, which objective.type 'grpo' does not read")
-    return [Document(tuple(drawn.segments), has_special_tokens=True, columns=_as_json(row, chat))]
-
-
-def _as_json(row: Row, prompt: str | Messages) -> bytes:
-    """What rewards get of a row: where it is, its prompt, and its columns. Raises RowError."""
-    known = {"where": row.where, "prompt": prompt, "columns": row.fields()}
-    try:
-        # Dates and the like of columnar files as texts.
-        return json.dumps(known, ensure_ascii=False, default=str).encode()
-    except ValueError as error:
-        raise RowError(f"{row.where}: its columns cannot be kept for rewards: {error}") from error
-
-
-def _templated(row: Row, template: PromptTemplate, special: SpecialTokens) -> list[Document]:
-    prompt, completion, hidden = template.render(row, special)
-    text = prompt + completion
-    segments = _segments(Rendered(text, [(len(prompt), len(text))]), hidden, special)
-    return [Document(tuple(segments), has_special_tokens=False)] if completion.strip() else []
-
-
-def _own(pieces: list[TextSegment], row: Row, special: SpecialTokens) -> list[Document]:
-    control = special.is_control(row.where, *(piece.text for piece in pieces))
-    segments = tuple(Segment(piece.text, piece.learned, control) for piece in pieces)
-    return [Document(segments, has_special_tokens=False)] if segments else []
-
-
-def _preference(row: Row, columns: tuple[str, ...], special: SpecialTokens) -> list[Document]:
-    prompt, *answers = text_answers(row, columns)
-    # Equal answers express no preference.
-    if answers[0] == answers[1] or not all(answer.strip() for answer in answers):
-        return []
-    control = special.is_control(row.where, prompt, *answers)
-    return [_prompt_completion_document(prompt, answer, control) for answer in answers]
-
-
-def _chat_preference(chats: list[Messages], row: Row, render: Render) -> list[Document]:
-    if chats[0] == chats[1] or any(is_empty_answer(chat[-1]) for chat in chats):
-        return []
-    # Only the last turn, in the last document, carries loss: all earlier turns are equal in both chats.
-    last = [render(chat, row)[-1] for chat in chats]
-    return [
-        Document(tuple(_only_last_turn(drawn.segments)), has_special_tokens=True, media=drawn.media) for drawn in last
-    ]
-
-
-def _only_last_turn(segments: list[Segment]) -> list[Segment]:
-    """The segments of a chat whose last turn alone is generated."""
-    last = max((index for index, segment in enumerate(segments) if segment.generated), default=0)
-    first = last
-    while first > 0 and segments[first - 1].generated:
-        first -= 1
-    context = [segment._replace(generated=False) for segment in segments[:first]]
-    merged = [
-        Segment("".join(segment.text for segment in run), *how)
-        for how, run in groupby(context, key=lambda segment: segment[1:])
-    ]
-    return [*merged, *segments[first:]]
-
-
-def _labelled_chat(chats: list[Messages], row: Row, render: Render) -> list[Document]:
-    """The chat whose last turn alone carries loss: the label is its."""
-    for chat in chats:
-        if chat[-1]["role"] != "assistant" or chat[-1].get("weight", 1) == 0:
-            raise RowError(
-                f"{row.where}: the label belongs to the last message, which must be the assistant's answer and have no "
-                f"weight 0, but its role is {chat[-1]['role']!r}"
-            )
-    last = [drawn for chat in chats if not is_empty_answer(chat[-1]) for drawn in render(chat, row)][-1:]
-    return [
-        Document(tuple(_only_last_turn(drawn.segments)), has_special_tokens=True, media=drawn.media)
-        for drawn in last
-        if drawn.segments
-    ]
-
-
-def _prompt_completion_document(prompt: str, completion: str, control: bool) -> Document:
-    segments = (Segment(prompt, False, control), Segment(completion, True, control))
-    return Document(tuple(segment for segment in segments if segment.text), has_special_tokens=False)
-
-
-def _chat(chats: list[Messages], row: Row, render: Render, train_on: TrainOn) -> list[Document]:
-    rendered = [drawn for chat in chats if _has_answer(chat, row, train_on) for drawn in render(chat, row)]
-    return [
-        Document(tuple(drawn.segments), has_special_tokens=True, media=drawn.media)
-        for drawn in rendered
-        if drawn.segments
-    ]
-
-
-def _has_answer(chat: Messages, row: Row, train_on: TrainOn) -> bool:
-    """Whether there is something to learn: not if all learned turns are empty. Raises RowError if some are."""
-    learned = learned_messages(chat, train_on)
-    empty = [index for index in learned if is_empty_answer(chat[index])]
-    if empty and len(empty) < len(learned):
-        raise RowError(
-            f"{row.where}: message {empty[0] + 1}, of the assistant, is empty, and the model would learn to end its "
-            "turn at once; remove it, or give it weight 0"
-        )
-    return not empty
-
-
-def _segments(rendered: Rendered, hidden: list[str], special: SpecialTokens) -> list[Segment]:
-    """A rendered text, cut at the learned turns, and at the control tokens around others that are hidden in it."""
-    text, learned, context = rendered
-    plain = special.plain_spans(text) if hidden else []
-    bounds = sorted({0, len(text), *(bound for span in (*learned, *context, *plain) for bound in span)})
-    return [
-        Segment(
-            restore(text[begin:end], hidden),
-            _within(begin, learned),
-            not _within(begin, plain),
-            _within(begin, context),
-        )
-        for begin, end in pairwise(bounds)
-    ]
-
-
-def _within(at: int, spans: Sequence[Span]) -> bool:
-    return any(begin <= at < end for begin, end in spans)

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec.data import Data
-from tasks.runtime.data.formats import Format, chat_templates, chats_in
+from tasks.runtime.data.formats import Format
 from tasks.runtime.data.media_messages import without_media
 from tasks.runtime.data.messages import REASONING, Messages
+from tasks.runtime.data.row_chats import chats_in
+from tasks.runtime.data.row_documents import chat_templates
 from tasks.runtime.data.rows import Row, RowError
 from tasks.runtime.data.tools import COLUMN, tools_of
 

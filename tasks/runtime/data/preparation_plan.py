@@ -19,7 +19,8 @@ from strata_platform.spec import DataRecipe
 from strata_platform.spec.data import Data
 from tasks.runtime.data.columns import PROMPTS, Unread, columns_of, keys_in, optional_columns
 from tasks.runtime.data.encode_rows import Report, raise_unless_skipping
-from tasks.runtime.data.formats import Format, choose_format, make_format, raw_text
+from tasks.runtime.data.format_choice import choose_format
+from tasks.runtime.data.formats import Format, make_format, raw_text
 from tasks.runtime.data.media_processor import processor_of
 from tasks.runtime.data.message_keys import unread_keys
 from tasks.runtime.data.own_format import is_own, own_digest

@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from tasks.runtime.data.documents import Document, Segment
 from tasks.runtime.data.encode import Encoded, Encoder, Ids, split_long, truncate
-from tasks.runtime.data.formats import Document, Segment
 from tasks.runtime.data.rows import RowError
 from tasks.runtime.data.tokenizer import BOS, EOS, train_tokenizer
 

@@ -26,8 +26,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import Manifest, PreparedData, RowDataset, collate, fingerprint, preparation_plan, prepare
 from tasks.runtime.data.document_buffer import DocumentBuffer
+from tasks.runtime.data.documents import Document
 from tasks.runtime.data.encode import Encoded, Encoder
-from tasks.runtime.data.formats import Document
 from tasks.runtime.data.prepared_manifest import Split
 from tasks.runtime.data.rows import Row, RowError
 from tasks.runtime.data.shards import Shards

@@ -9,7 +9,8 @@ import torch
 from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.data import Data
 from tasks.runtime.data import fingerprint, prepare
-from tasks.runtime.data.formats import choose_format, make_format
+from tasks.runtime.data.format_choice import choose_format
+from tasks.runtime.data.formats import make_format
 from tasks.runtime.data.rows import Row, RowError
 from tasks.runtime.data.tokenizer import train_tokenizer
 
