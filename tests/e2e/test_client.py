@@ -69,6 +69,10 @@ def test_events_have_those_of_flyte_kubernetes_and_kueue(strata, preempted):
     events = strata.events(preempted.run.spec.name)
     assert {"Submitted", "Started", "Succeeded", "Scheduled", "Admitted", "Preempted"} <= {e.reason for e in events}
     assert [event.time for event in events] == sorted(event.time for event in events)
+    # Of the start after the preemption.
+    phases = [event.message.partition(":")[0] for event in events if event.reason == "Startup"]
+    assert phases[:6] == ["queue", "job's controller", "scheduler", "volumes", "image", "container"]
+    assert phases[-2:] == ["first step", "second step"]
 
 
 def test_outputs_are_fetched(strata, preempted, tmp_path):

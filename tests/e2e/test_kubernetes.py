@@ -85,7 +85,11 @@ def test_a_run_is_prepared_trained_evaluated_and_exported(cluster, runs, killed)
     assert {point.step for point in runs.metrics(spec.name)} == set(range(first_again(cluster, spec), STEPS + 1))
     text = [line.text for line in runs.logs(spec.name)]
     assert any(line.startswith("validation loss") for line in text) and not any("@strata" in line for line in text)
-    assert {"Submitted", "Admitted", "Scheduled", "Succeeded"} <= {event.reason for event in runs.events(spec.name)}
+    events = runs.events(spec.name)
+    assert {"Submitted", "Admitted", "Scheduled", "Succeeded"} <= {event.reason for event in events}
+    # Its second start kept the quota of the first.
+    phases = [event.message.partition(":")[0] for event in events if event.reason == "Startup"]
+    assert phases[:4] == ["scheduler", "volumes", "image", "container"] and phases[-1] == "second step"
     outputs = runs.outputs(spec.name)
     assert "config.json" in cluster.window("ls", outputs.model)
     assert json.loads(cluster.window("cat", outputs.record))["status"] == "complete"

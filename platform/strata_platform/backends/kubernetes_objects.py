@@ -318,8 +318,9 @@ def event_of(item: Mapping[str, Any]) -> Event:
 
 def time_of(event: Mapping[str, Any]) -> str:
     """When an event was recorded last."""
-    found: str = event.get("lastTimestamp") or event.get("eventTime") or event["metadata"]["creationTimestamp"]
-    return found
+    # Kueue and the scheduler write events of the newer kind, which have no lastTimestamp.
+    last = event.get("lastTimestamp") or (event.get("series") or {}).get("lastObservedTime")
+    return str(last or event.get("eventTime") or event["metadata"]["creationTimestamp"])
 
 
 def seconds_of(stamp: str) -> float:

@@ -1,51 +1,19 @@
-"""Where a start's time went, from objects as a cluster has them; tests/e2e reads those of real runs."""
+"""Where a start's time went, from objects of real runs (recordings/), and from those with other times."""
 
 import copy
+from datetime import datetime
+from pathlib import Path
 
 import pytest
+import yaml
 
 from strata_platform.backends import cold_start
+from strata_platform.backends.kubernetes_objects import event_of, index_of
 
-DAY = "2026-11-29T"
-POD = {
-    "metadata": {
-        "name": "run-n2-0-master-0",
-        "uid": "uid-master",
-        "labels": {
-            "execution-id": "run",
-            "task-name": "tasks-topology-train-2x1",
-            "training.kubeflow.org/replica-index": "0",
-        },
-        "creationTimestamp": f"{DAY}10:00:43Z",
-        "ownerReferences": [{"kind": "PyTorchJob", "name": "run-n2-0", "uid": "uid-job"}],
-    },
-    "spec": {"containers": [{"name": "pytorch", "env": []}]},
-    "status": {
-        "phase": "Running",
-        "conditions": [{"type": "PodScheduled", "status": "True", "lastTransitionTime": f"{DAY}10:00:45Z"}],
-        "containerStatuses": [
-            {"name": "pytorch", "restartCount": 0, "state": {"running": {"startedAt": f"{DAY}10:01:20Z"}}}
-        ],
-    },
+RECORDED = {
+    path.stem: tuple(yaml.safe_load(path.read_text()).values())
+    for path in (Path(__file__).parent / "recordings").glob("*.yaml")
 }
-WORKLOAD = {
-    "metadata": {
-        "name": "pytorchjob-run-n2-0-1a2b3",
-        "uid": "uid-workload",
-        "creationTimestamp": f"{DAY}10:00:01Z",
-        "ownerReferences": [{"kind": "PyTorchJob", "name": "run-n2-0", "uid": "uid-job"}],
-    },
-    "status": {"conditions": [{"type": "Admitted", "status": "True", "lastTransitionTime": f"{DAY}10:00:42Z"}]},
-}
-
-
-def event(reason, at, uid="uid-master", **about):
-    about = {"fieldPath": "spec.containers{pytorch}"} if uid == "uid-master" else about
-    return {"reason": reason, "lastTimestamp": f"{DAY}{at}Z", "involvedObject": {"uid": uid, **about}}
-
-
-PULLED = [event("Pulling", "10:00:47"), event("Pulled", "10:01:18")]
-EVICTED = {"type": "Evicted", "status": "False", "lastTransitionTime": f"{DAY}10:00:42Z"}
 
 
 def changed(item, **changes):
@@ -60,60 +28,77 @@ def changed(item, **changes):
     return item
 
 
-def evicted(item):
-    return changed(item, status__conditions=[*item["status"]["conditions"], EVICTED])
+def at(time):
+    return f"2026-11-29T{time}Z"
 
 
+def scheduled(pod, time):
+    others = [each for each in pod["status"]["conditions"] if each["type"] != "PodScheduled"]
+    condition = {"type": "PodScheduled", "status": "True", "lastTransitionTime": at(time)}
+    return changed(pod, status__conditions=[*others, condition])
+
+
+def started(pod, time, **more):
+    """With the status of a container that runs since then."""
+    status = {"name": "pytorch", "restartCount": 0, "state": {"running": {"startedAt": at(time)}}} | more
+    return changed(pod, status__containerStatuses=[status])
+
+
+# The cluster of the recordings is fast, and has all images.
+(RECORDED_POD,), (WORKLOAD,), EVENTS = RECORDED["flyte"]
+POD = started(scheduled(changed(RECORDED_POD, metadata__creationTimestamp=at("06:36:10")), "06:36:12"), "06:36:47")
+(THERE,) = [event for event in EVENTS if event["reason"] == "Pulled"]
+PULLED = [
+    changed(THERE, reason=reason, lastTimestamp=at(time))
+    for reason, time in (("Pulling", "06:36:14"), ("Pulled", "06:36:45"))
+]
 WORKER = changed(
-    POD, metadata__uid="uid-worker", metadata__creationTimestamp=f"{DAY}09:59:00Z",
+    started(POD, "06:34:09"), metadata__uid="uid-worker", metadata__creationTimestamp=at("06:34:00"),
     metadata__labels=POD["metadata"]["labels"] | {"training.kubeflow.org/replica-index": "1"},
-    status__containerStatuses=[{"name": "pytorch", "state": {"running": {"startedAt": f"{DAY}09:59:09Z"}}}],
 )  # fmt: skip
-RUNS_ALONE = [{"kind": "Pod", "uid": "uid-master"}]
-STARTED_AGAIN = [{"name": "pytorch", "restartCount": 1, "state": {"running": {"startedAt": f"{DAY}10:09:00Z"}}}]
-WAITS = [{"name": "pytorch", "restartCount": 0, "state": {"waiting": {"reason": "ContainerCreating"}}}]
+RUNS_ALONE = [{"kind": "Pod", "uid": POD["metadata"]["uid"]}]
+*AGAIN, EVENTS_OF_BOTH = RECORDED["preempted"]
+NO_EVICTION = [event for event in EVENTS_OF_BOTH if not event["reason"].startswith("Evicted")]
+AT_ONCE = ["job's controller: 0 s", "scheduler: 0 s"]
+THERE_ALREADY = ["volumes: 1 s", "image: 0 s", "container: 0 s"]
 JOB, CASES = ["job's controller: 1 s", "scheduler: 2 s"], {}
+CASES["recorded: queued, with Flyte"] = (*RECORDED["flyte"], ["queue: 12 s", *AT_ONCE, *THERE_ALREADY])
+CASES["recorded: admitted again after a preemption"] = (
+    *RECORDED["preempted"],
+    ["queue: 12 s", *AT_ONCE, *THERE_ALREADY],
+)
+CASES["recorded: the same, the eviction's event is gone"] = (
+    *AGAIN, NO_EVICTION, [*AT_ONCE, *THERE_ALREADY]
+)  # fmt: skip
+CASES["recorded: a JobSet"] = (*RECORDED["job_set"], ["queue: 0 s", *AT_ONCE, *THERE_ALREADY])
+CASES["recorded: a JobSet that restarted its pods"] = (
+    *RECORDED["restarted_job_set"],
+    ["scheduler: 0 s", *THERE_ALREADY],
+)
 CASES["queued, pulled"] = (
-    [POD], [WORKLOAD], PULLED, ["queue: 41 s", *JOB, "volumes: 2 s", "image: 31 s", "container: 2 s"]
+    [POD], [WORKLOAD], PULLED, ["queue: 12 s", *JOB, "volumes: 2 s", "image: 31 s", "container: 2 s"]
 )  # fmt: skip
 CASES["the image was there"] = (
-    [POD], [WORKLOAD], PULLED[1:], ["queue: 41 s", *JOB, "volumes: 33 s", "image: 0 s", "container: 2 s"]
+    [POD], [WORKLOAD], PULLED[1:], ["queue: 12 s", *JOB, "volumes: 33 s", "image: 0 s", "container: 2 s"]
 )  # fmt: skip
-CASES["the events are gone"] = ([POD], [WORKLOAD], [], ["queue: 41 s", *JOB, "image, container: 35 s"])
+CASES["the events are gone"] = ([POD], [WORKLOAD], [], ["queue: 12 s", *JOB, "image, container: 35 s"])
 CASES["another container's image"] = (
     [POD], [WORKLOAD], [changed(PULLED[1], involvedObject__fieldPath="spec.initContainers{wait}")],
-    ["queue: 41 s", *JOB, "image, container: 35 s"],
+    ["queue: 12 s", *JOB, "image, container: 35 s"],
 )  # fmt: skip
 CASES["no Kueue"] = ([POD], [], [], ["scheduler: 2 s", "image, container: 35 s"])
 CASES["queued by itself"] = (
-    [changed(POD, metadata__creationTimestamp=f"{DAY}10:00:00Z", metadata__ownerReferences=[])],
+    [changed(POD, metadata__creationTimestamp=at("06:35:57"), metadata__ownerReferences=[])],
     [changed(WORKLOAD, metadata__ownerReferences=RUNS_ALONE)], [],
-    ["queue: 41 s", "scheduler: 3 s", "image, container: 35 s"],
-)  # fmt: skip
-CASES["admitted again"] = (
-    [POD], [evicted(WORKLOAD)],
-    [event("EvictedDueToPreempted", "10:00:30", "uid-workload"), event("Admitted", "10:00:42", "uid-workload")],
-    ["queue: 12 s", *JOB, "image, container: 35 s"],
-)  # fmt: skip
-CASES["admitted again, the eviction's event is gone"] = (
-    [POD], [evicted(WORKLOAD)], [], [*JOB, "image, container: 35 s"]
+    ["queue: 12 s", "scheduler: 3 s", "image, container: 35 s"],
 )  # fmt: skip
 CASES["in place of a pod that was lost"] = (
     [WORKER, POD], [WORKLOAD], [], ["scheduler: 2 s", "image, container: 35 s"]
 )  # fmt: skip
-# A JobSet's Job owns its pods, and Kueue's workload is the JobSet's.
-OF_JOB_SET = changed(
-    POD, metadata__ownerReferences=[{"kind": "Job", "name": "run-w-0", "uid": "uid-inner"}],
-    metadata__labels={"strata/shape": "2x1", "batch.kubernetes.io/job-completion-index": "0",
-                      "jobset.sigs.k8s.io/jobset-uid": "uid-job", "jobset.sigs.k8s.io/restart-attempt": "0"},
-)  # fmt: skip
-CASES["a JobSet"] = ([OF_JOB_SET], [WORKLOAD], [], ["queue: 41 s", *JOB, "image, container: 35 s"])
-RESTARTED = changed(OF_JOB_SET)
-RESTARTED["metadata"]["labels"]["jobset.sigs.k8s.io/restart-attempt"] = "1"
-CASES["a JobSet that restarted its pods"] = ([RESTARTED], [WORKLOAD], [], ["scheduler: 2 s", "image, container: 35 s"])
-CASES["the container starts again"] = ([changed(POD, status__containerStatuses=STARTED_AGAIN)], [WORKLOAD], [], [])
-CASES["has not started"] = ([changed(POD, status__containerStatuses=WAITS)], [WORKLOAD], PULLED, [])
-SIDECAR = {"name": "istio-proxy", "restartCount": 3, "state": {"running": {"startedAt": f"{DAY}10:09:00Z"}}}
+CASES["the container starts again"] = ([started(POD, "06:44:00", restartCount=1)], [WORKLOAD], [], [])
+WAITS = {"waiting": {"reason": "ContainerCreating"}}
+CASES["has not started"] = ([started(POD, "06:36:47", state=WAITS)], [WORKLOAD], PULLED, [])
+SIDECAR = {"name": "istio-proxy", "restartCount": 3, "state": {"running": {"startedAt": at("06:45:00")}}}
 CASES["a sidecar whose name is first"] = (
     [
         changed(
@@ -121,7 +106,7 @@ CASES["a sidecar whose name is first"] = (
             spec__containers=[*POD["spec"]["containers"], {"name": "istio-proxy"}],
         )
     ],
-    [WORKLOAD], PULLED, ["queue: 41 s", *JOB, "volumes: 2 s", "image: 31 s", "container: 2 s"],
+    [WORKLOAD], PULLED, ["queue: 12 s", *JOB, "volumes: 2 s", "image: 31 s", "container: 2 s"],
 )  # fmt: skip
 CASES["no pod"] = ([], [WORKLOAD], PULLED, [])
 
@@ -131,8 +116,19 @@ def test_the_phases_before_the_first_process_are_those_of_the_objects(case):
     pods, workloads, events, expected = CASES[case]
     found = cold_start.before_processes(pods, workloads, events)
     assert [event.message for event in found] == expected
-    assert {(event.reason, event.about) for event in found} <= {("Startup", "pod/run-n2-0-master-0")}
     # The sum is the time from the first moment to the last, whose end is that of the container's start.
     assert [event.time for event in found] == sorted(event.time for event in found)
     if found:
-        assert found[-1].time == cold_start._seconds(f"{DAY}10:01:20Z")
+        first = next(pod for pod in reversed(pods) if index_of(pod) == 0)
+        assert {(event.reason, event.about) for event in found} == {("Startup", f"pod/{first['metadata']['name']}")}
+        state = next(each for each in first["status"]["containerStatuses"] if each["name"] != "istio-proxy")["state"]
+        (begun,) = (each["startedAt"] for each in state.values())
+        assert found[-1].time == datetime.fromisoformat(begun).timestamp()
+
+
+def test_an_event_that_was_seen_again_has_the_time_of_the_last_one():
+    finished = [event for event in EVENTS if event["reason"] == "FinishedWorkload"]
+    # Kueue's events have no lastTimestamp, and those that are seen again are counted as a series.
+    assert all("lastTimestamp" not in event for event in finished)
+    seen = [datetime.fromisoformat(event["series"]["lastObservedTime"]).timestamp() for event in finished]
+    assert [event_of(event).time for event in finished] == seen and len(seen) == 2
