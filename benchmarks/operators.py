@@ -308,6 +308,17 @@ OPERATORS = (
         products=reference.linear_logprobs_products,
         label=_head_label,
     ),
+    Operator(
+        name="linear_logprobs_with_entropy",
+        ours=strata_kernels.linear_logprobs_with_entropy,
+        torch=reference.linear_logprobs_with_entropy,
+        exact=reference.linear_logprobs_with_entropy_exact,
+        inputs=reference.linear_cross_entropy_inputs,
+        cases=(Case(_head(8192, 4096, 128256)), Case(_head(16384, 2048, 151936))),
+        flops=_twice_head_flops,
+        products=reference.linear_logprobs_products,
+        label=_head_label,
+    ),
     _of_answers(
         "linear_preference", 8, strata_kernels.linear_preference, reference.preference_of, reference.preference_inputs
     ),

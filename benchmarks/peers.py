@@ -134,6 +134,13 @@ def _trl_logprobs(trl: Any, x: Tensor, weight: Tensor, target: Tensor) -> Tensor
     return found
 
 
+def _trl_logprobs_and_entropies(trl: Any, x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    log_probs, entropies, *_ = trl.ChunkedLogProbFunction.apply(
+        x, weight, None, target, 1.0, 32768, None, 1.0, ("entropy",)
+    )
+    return log_probs, entropies
+
+
 def _trl_jsd(divergence: Any, x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor) -> Tensor:
     rows = divergence.ChunkedDivergenceFunction.apply(x, weight, None, teacher_x, teacher_weight, None, 0.5)[0]
     mean: Tensor = rows.mean()
@@ -227,6 +234,9 @@ PEERS: Mapping[str, Mapping[str, Peer]] = {
         ),
     },
     "linear_logprobs": {"trl": Peer(_TRL, lambda trl, *inputs: _trl_logprobs(trl, *inputs), waits=True)},
+    "linear_logprobs_with_entropy": {
+        "trl": Peer(_TRL, lambda trl, *inputs: _trl_logprobs_and_entropies(trl, *inputs), waits=True)
+    },
     "linear_preference": {
         "liger": Peer(
             "liger_kernel.chunked_loss.dpo_loss",

@@ -228,6 +228,20 @@ def linear_logprobs_exact(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return torch.cat([checkpoint(run, x, target, use_reentrant=False) for x, target in parts])
 
 
+def linear_logprobs_with_entropy(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    logits = functional.linear(x, weight)
+    log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    return log_p.gather(-1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def linear_logprobs_with_entropy_exact(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """`linear_logprobs_with_entropy` that holds the logits of 1024 rows at a time."""
+    parts = zip(x.split(1024), target.split(1024), strict=True)
+    run = lambda x, target: linear_logprobs_with_entropy(x, weight, target)  # noqa: E731
+    log_probs, entropies = zip(*(checkpoint(run, x, target, use_reentrant=False) for x, target in parts), strict=True)
+    return torch.cat(log_probs), torch.cat(entropies)
+
+
 def linear_logprobs_products(x: Tensor, weight: Tensor, _: Tensor) -> None:
     """The four products of linear_logprobs, over all rows at once: the backward pass computes the logits once more."""
     x @ weight.t()
