@@ -32,6 +32,7 @@ def cell(page, feature, kind):
     ("feature", "kind", "words"),
     [
         ("optimizer.type: adamw", "fsdp, tensor_parallel", None),
+        ("objective.type: kto", "fsdp, tensor_parallel", None),
         ("optimizer.type: muon", "deepspeed, stage 3", "whole matrices"),
         ("optimizer.in_backward", "ddp", "averages them"),
         ("training.compile", "deepspeed, stage 3", "parallel.stage 3"),

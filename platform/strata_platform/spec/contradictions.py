@@ -242,10 +242,16 @@ def _tensor_parallel(spec: RunSpec) -> Iterator[Contradiction]:
         "parallel.tensor_parallel to 1, or optimizer.type to 'adamw'",
     )
     yield Contradiction(
-        spec.objective.type not in ("pretrain", "sft", "distill"),
+        spec.objective.type == "custom",
         (field, "objective.type"),
-        f"{ways} shards the output head, but objective.type '{spec.objective.type}' needs the whole one; set "
-        "parallel.tensor_parallel to 1, or objective.type to 'pretrain', 'sft' or 'distill'",
+        f"{ways} shards the output head, but objective.type 'custom' may compute logits, which need the whole one; set "
+        "parallel.tensor_parallel to 1, or choose another objective.type",
+    )
+    yield Contradiction(
+        spec.objective.type == "grpo",
+        (field, "objective.type"),
+        f"{ways} shards the model that would write the answers of objective.type 'grpo'; set "
+        "parallel.tensor_parallel to 1, where fsdp shards the model while it trains",
     )
     if spec.objective.type == "distill":
         yield Contradiction(

@@ -111,6 +111,8 @@ class Kto:
             total[0] += 0.0 if planned else growth
         if processes.world_size > 1:
             dist.all_reduce(total)
+            # Ranks of a tensor-parallel group have computed the same rows.
+            total /= processes.tp_size
         grown, good, bad = total.unbind()
         kl = (grown / (good + bad).clamp(min=1.0)).clamp(min=0.0)
         # Means over the good and over the bad answers are sums over all answers, times these factors.

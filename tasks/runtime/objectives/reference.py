@@ -105,10 +105,11 @@ def score_rows(
     collective.
     """
     batches = [range(first, min(first + size, count)) for first in range(0, count, size)]
-    rounds = -(-len(batches) // processes.world_size)
+    rounds = -(-len(batches) // processes.dp_size)
     found: dict[int, tuple[list[int], list[float] | list[list[float]]]] = {}
-    for number in range(processes.rank, rounds * processes.world_size, processes.world_size):
-        # All ranks run the same number of passes. A rank without a batch of its own repeats the last one.
+    for number in range(processes.dp_rank, rounds * processes.dp_size, processes.dp_size):
+        # All ranks run the same number of passes. A rank without a batch of its own repeats the last one. Those of a
+        # tensor-parallel group score the same batch.
         read = [rows[index] for index in batches[min(number, len(batches) - 1)]]
         batch = {name: tensor.to(processes.device) for name, tensor in collate(read).items()}
         answers = [int(((row["position_ids"] == 0) & (row["sides"] != 0)).sum()) for row in read]

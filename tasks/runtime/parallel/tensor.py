@@ -64,8 +64,8 @@ def require_tensor_parallel_support(model: Model, parallel: Parallel) -> None:
 def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, *, whole_logits: bool) -> None:
     """Shard the weights of `model`, which are on the meta device, over `mesh`, which has one dimension.
 
-    With `whole_logits` the head returns the logits of the whole vocabulary on every rank. Otherwise its weight is
-    sharded without hooks, for the fused loss.
+    With `whole_logits` a head over the vocabulary returns all logits on every rank. Otherwise its weight is sharded
+    without hooks, for the fused loss.
     """
     base, plan = model.base_model, _plan(model.config)
     paths = dict(_expanded(base, plan))
@@ -86,12 +86,14 @@ def apply_tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh, *, whole_log
         # The hook sits on the layer, because modules inside may be compiled or recomputed, which bypasses their hooks.
         base.get_submodule(layer).register_forward_pre_hook(_SumWeightGradients(mesh, modules))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head.weight is embedding.weight
+    tied = head is not None and head.weight is embedding.weight
     shard_parameters(embedding, mesh, (Shard(0),))
     if tied:
         head.weight = embedding.weight
-    shard_parameters(head, mesh, (Shard(0), Shard(0)))
-    for module in (embedding, head) if whole_logits else (embedding,):
+    # A model that scores texts has no head over the vocabulary; its one row of weights is replicated, as norms are.
+    if head is not None:
+        shard_parameters(head, mesh, (Shard(0), Shard(0)))
+    for module in (embedding, head) if whole_logits and head is not None else (embedding,):
         module.register_forward_pre_hook(lambda _, args: (_as_replicated(args[0], mesh),))
         # full_tensor waits for the collective: a compiled layer does not propagate gradients to an unfinished one.
         module.register_forward_hook(lambda _, args, found: found.full_tensor())

@@ -7,6 +7,8 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,6 @@ from strata_kernels import (
     linear_jsd,
     linear_kl_div,
     linear_kto,
-    linear_logprobs,
     linear_logprobs_with_entropy,
     linear_preference,
 )
@@ -97,34 +98,48 @@ def test_log_probabilities_and_entropies(rank: int) -> None:
             close(x, mine(rank, expected[name]) if name in HEAD else expected[name], f"{name} {list(options)}")
     mesh = init_device_mesh("cpu", (2,))
     tensors, target = problem(classes=13)
-    expected = gradients(lambda **t: linear_logprobs(target=target, **t), tensors)
-    places = {"x": Shard(0), "weight": Shard(0), "bias": Shard(0)}
-    cut = {name: distribute_tensor(x, mesh, [places[name]]) for name, x in tensors.items()}
-    targets = distribute_tensor(target, mesh, [Shard(0)])
-    found = gradients(lambda **t: linear_logprobs(target=targets, **t).full_tensor(), cut)
-    for name, x in found.items():
-        close(x.full_tensor() if isinstance(x, DTensor) else x, expected[name], f"{name} of DTensors")
+    expected = gradients(
+        lambda **t: torch.stack(linear_logprobs_with_entropy(target=target, **t)),
+        {name: x.double() for name, x in tensors.items()},
+    )
+    for place in (Shard(0), Replicate()):
+        places = {"x": place, "weight": Shard(0), "bias": Shard(0)}
+        cut = {name: distribute_tensor(x, mesh, [places[name]]) for name, x in tensors.items()}
+        targets = distribute_tensor(target, mesh, [place])
+
+        def stacked(targets: Tensor = targets, **t: Tensor) -> Tensor:
+            return torch.stack(linear_logprobs_with_entropy(target=targets, **t)).full_tensor()
+
+        for name, x in gradients(stacked, cut).items():
+            whole = x.full_tensor() if isinstance(x, DTensor) else x
+            close(whole, expected[name].float(), f"{name} of DTensors, x {place}")
 
 
-def test_losses_of_answers(rank: int) -> None:
+def test_losses_of_answers_are_those_of_the_whole_head_in_fp64(rank: int) -> None:
+    """Among them an answer of one token."""
     tensors, target = problem()
     target, reference, kl = target.view(4, 10), torch.linspace(-60.0, -50.0, 4), torch.tensor(0.3)
-    good, advantages = torch.tensor([True, False, True, True]), torch.tensor([1.0, 0.5, -0.5, -1.0])
-    losses: dict[str, Callable[..., Tensor]] = {
-        "preference": lambda x, weight, **o: linear_preference(x, weight, target, reference, **o).loss,
-        "kto": lambda x, weight, **o: linear_kto(x, weight, target, reference, good, kl, **o).loss,
-        "grpo": lambda x, weight, **o: linear_grpo(x, weight, target, advantages, **o).loss,
-    }
-    for kind, loss in losses.items():
+    target[2, 1:] = -100
+    good, advantages = torch.tensor([True, False, True, True]), torch.tensor([1.0, 0.5, -0.5, -0.25])
+    losses: tuple[tuple[Callable[..., Any], tuple[Tensor, ...], dict[str, Any]], ...] = (
+        *((linear_preference, (reference,), {"loss": name}) for name in ("sigmoid", "ipo")),
+        *((linear_preference, (), {"loss": name, "beta": 0.5}) for name in ("cpo", "simpo", "orpo")),
+        (linear_kto, (reference, good, kl), {}),
+        *((linear_grpo, (advantages,), {"loss": name}) for name in ("grpo", "gspo")),
+    )
+    parts = {name: mine(rank, x) if name in HEAD else x for name, x in tensors.items()}
+    for function, beside, options in losses:
 
-        def run(x: Tensor, loss: Callable[..., Tensor] = loss, **more: object) -> Tensor:
-            return loss(x.view(4, 10, HIDDEN), **more)
+        def run(x: Tensor, weight: Tensor, bias: Tensor, group: Any = None) -> Tensor:
+            rows = x.view(4, 10, HIDDEN)
+            return function(rows, weight, target, *beside, bias=bias, group=group, **options).loss  # noqa: B023
 
-        expected = gradients(run, tensors)
-        parts = {name: mine(rank, x) if name in HEAD else x for name, x in tensors.items()}
-        found = gradients(lambda **t: run(group=dist.group.WORLD, **t), parts)
+        # Operators of fp64 are plain PyTorch.
+        expected = gradients(run, {name: x.double() for name, x in tensors.items()})
+        found = gradients(partial(run, group=dist.group.WORLD), parts)
         for name, x in found.items():
-            close(x, mine(rank, expected[name]) if name in HEAD else expected[name], f"{name} of {kind}")
+            whole = expected[name].float()
+            close(x, mine(rank, whole) if name in HEAD else whole, f"{name} of {function.__name__} {options}")
 
 
 def distances(x: Tensor, head: tuple[Tensor, ...], teacher: tuple[Tensor, ...], **options: float) -> tuple[Tensor, ...]:

@@ -171,8 +171,12 @@ def test_a_model_that_needs_whole_rows_is_refused(tmp_path, model_type, changes,
         ),
         ({"optimizer": {"type": "muon"}}, r"tensor_parallel.*'muon' needs whole ones"),
         (
-            {"objective": {"type": "orpo"}, "data": {"source": "d"}},
-            r"tensor_parallel.*objective\.type 'orpo' needs the whole one",
+            {"objective": {"type": "custom", "object": "own:Loss"}, "data": {"source": "d"}},
+            r"tensor_parallel.*objective\.type 'custom' may compute logits",
+        ),
+        (
+            {"objective": {"type": "grpo", "rewards": [{"function": "numeric"}]}, "data": {"source": "d"}},
+            r"tensor_parallel.*write the answers of objective\.type 'grpo'",
         ),
         ({"objective": {"type": "distill"}}, r"tensor_parallel.*without objective\.teacher the likeliest tokens"),
         (
