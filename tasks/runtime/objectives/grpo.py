@@ -59,6 +59,7 @@ class Grpo:
         self._step: Step | None = None
         self._asked: list[int] = []
         self._batches: list[Batch] = []
+        # Whether this process has written answers since the start or the last rollback.
         self._written = False
         # With `generate_ahead` or `replacement_rounds`: the rows of all answers.
         self._rows: AnswerRows | None = None
@@ -144,6 +145,7 @@ class Grpo:
     def rolled_back(self) -> None:
         """Forget the answers: the weights that gave them are gone."""
         self._step, self._asked, self._batches = None, [], []
+        self._written = False
         if self._rollout is not None:
             self._rollout.rolled_back()
 
@@ -289,23 +291,32 @@ class Grpo:
         return answer // self._spec.rows_per_step * self._settings.num_iterations + 1
 
     def _tell(self, step: Step, first: int) -> None:
-        """Append the answers to the first prompt of a step to `answers.jsonl` of the run's folder."""
+        """Write the answers to the first prompt of a step to `answers.jsonl` of the run's folder, in the place of what
+        stands there of this step and of later ones.
+        """
         spec = self._spec
         number = self._number_of(first)
         path = answers_file(Path(spec.output), spec.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         if not self._written and path.exists():
-            _drop_half_line(path)
+            _cut(path, number)
         self._written = True
         with path.open("a", encoding="utf-8") as file:
             for answer in step.told:
                 file.write(json.dumps({"step": number, **answer}, ensure_ascii=False) + "\n")
 
 
-def _drop_half_line(path: Path) -> None:
-    """Truncate a file behind its last line: a process that was killed may have begun another."""
+def _cut(path: Path, step: int) -> None:
+    """Truncate a file of answers before those of a step and of later ones, and before a line without its end, which a
+    process that was killed has begun.
+    """
     with path.open("rb+") as file:
-        file.truncate(file.read().rfind(b"\n") + 1)
+        kept = 0
+        for line in file:
+            if not line.endswith(b"\n") or json.loads(line)["step"] >= step:
+                break
+            kept += len(line)
+        file.truncate(kept)
 
 
 def answers_file(output: Path, name: str) -> Path:
