@@ -9,6 +9,7 @@ import sys
 import webbrowser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -37,6 +38,7 @@ def logged_in_channel(config: FlyteConfig, options: Sequence[tuple[str, Any]]) -
 
     # It would write the address that the browser comes back to, which has the code for a token, to standard error.
     OAuthCallbackHandler.log_message = lambda *_: None
+    _mend_device_flow()
     with failures_told():
         platform = PlatformConfig.auto(config.file)
         _reject_unanswered_browser(platform)
@@ -54,6 +56,24 @@ def failures_told() -> Iterator[None]:
     except (RuntimeError, ValueError, OSError) as error:
         # Of a server that refuses, a configuration without a client, and a server or file that is not there.
         raise LoginFailed(f"{error}; {_WAYS}") from error
+
+
+def _mend_device_flow() -> None:
+    """Mend what flytekit 1.16 does at two answers of a provider, where it raises KeyError and TypeError."""
+    from flytekit.clients.auth import token_client
+
+    read = token_client.DeviceCodeResponse.from_json_response
+    if hasattr(read, "__wrapped__"):
+        return
+
+    @wraps(read)
+    def with_interval(answer: dict[str, Any]) -> token_client.DeviceCodeResponse:
+        # RFC 8628, 3.2: a provider may leave it out, and means 5 seconds.
+        return read({"interval": 5} | answer)
+
+    token_client.DeviceCodeResponse.from_json_response = with_interval
+    # Of a log-in that was refused: a record with an argument that its text has no place for. The error follows.
+    token_client.logger.addFilter(lambda record: record.msg != "Authentication attempt failed: ")
 
 
 def _reject_unanswered_browser(platform: PlatformConfig) -> None:

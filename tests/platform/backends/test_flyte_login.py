@@ -1,6 +1,7 @@
 """Log-in to a Flyte that asks who calls."""
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -123,6 +124,41 @@ def test_a_program_with_a_secret_needs_no_flytekit(tmp_path, tokens, without_fly
     with pytest.raises(NeedsFlytekit):
         client(tmp_path).get("twin")
     assert len(tokens.asked) == 3
+
+
+class Devices(Tokens):
+    """A provider that leaves out the interval, and at which somebody has answered already."""
+
+    def answer(self):
+        if self.path == "/device":
+            return 200, {"device_code": "d", "user_code": "ABCD", "verification_uri": "http://page", "expires_in": 60}
+        if self.server.refusal:
+            return 400, {"error": self.server.refusal}
+        return 200, {"access_token": self.server.token, "expires_in": 60}
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        status, answer = self.answer()
+        body = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.mark.parametrize("refusal", [None, "access_denied"])
+def test_a_person_logs_in_with_a_browser_elsewhere(tmp_path, asking, tokens, monkeypatch, capfd, refusal):
+    monkeypatch.setattr(keyring.core, "_keyring_backend", Keyring())
+    tokens.RequestHandlerClass, tokens.refusal = Devices, refusal
+    asking.metadata.device_endpoint = asking.metadata.token_endpoint.replace("/token", "/device")
+    person = client(tmp_path, authType="DeviceFlow")
+    if refusal:
+        with pytest.raises(Refused, match=r"Flyte asks who you are .*access_denied.*DeviceFlow"):
+            person.get("twin")
+    else:
+        assert person.get("twin").phase is Phase.FAILED
+    shown, said = capfd.readouterr()
+    assert shown == "" and "http://page?user_code=ABCD" in said and "Logging error" not in said
 
 
 @pytest.mark.parametrize(

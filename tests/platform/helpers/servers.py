@@ -264,13 +264,15 @@ class AuthMetadata(auth_pb2_grpc.AuthMetadataServiceServicer):
     """Tells clients in which header Flyte expects their token, and where there is one."""
 
     def __init__(self):
-        self.token_endpoint = ""
+        self.token_endpoint = self.device_endpoint = ""
 
     def GetPublicClientConfig(self, request, context):
         return auth_pb2.PublicClientAuthConfigResponse(authorization_metadata_key="flyte-authorization")
 
     def GetOAuth2Metadata(self, request, context):
-        return auth_pb2.OAuth2MetadataResponse(token_endpoint=self.token_endpoint)
+        return auth_pb2.OAuth2MetadataResponse(
+            token_endpoint=self.token_endpoint, device_authorization_endpoint=self.device_endpoint
+        )
 
 
 class Tokens(BaseHTTPRequestHandler):
