@@ -44,7 +44,7 @@ def started(pod, time, **more):
     return changed(pod, status__containerStatuses=[status])
 
 
-# The cluster of the recordings is fast, and has all images.
+# With times that tell the phases apart.
 (RECORDED_POD,), (WORKLOAD,), EVENTS = RECORDED["flyte"]
 POD = started(scheduled(changed(RECORDED_POD, metadata__creationTimestamp=at("06:36:10")), "06:36:12"), "06:36:47")
 (THERE,) = [event for event in EVENTS if event["reason"] == "Pulled"]
@@ -75,6 +75,9 @@ CASES["recorded: a JobSet that restarted its pods"] = (
     *RECORDED["restarted_job_set"],
     ["scheduler: 0 s", *THERE_ALREADY],
 )
+CASES["recorded: an image that the node does not have"] = (
+    *RECORDED["pulled"], ["queue: 0 s", *AT_ONCE, "volumes: 0 s", "image: 5 s", "container: 0 s"]
+)  # fmt: skip
 CASES["queued, pulled"] = (
     [POD], [WORKLOAD], PULLED, ["queue: 12 s", *JOB, "volumes: 2 s", "image: 31 s", "container: 2 s"]
 )  # fmt: skip
