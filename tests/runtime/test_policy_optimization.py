@@ -19,7 +19,8 @@ from tasks.runtime.evaluation.evaluate_model import evaluate
 from tasks.runtime.generation import EmbeddedGenerator, sampling
 from tasks.runtime.models.trained_weights import collect_weights
 from tasks.runtime.objectives.grpo import Grpo
-from tasks.runtime.objectives.rollout import Rollout, withheld
+from tasks.runtime.objectives.rollout import Rollout
+from tasks.runtime.objectives.scored_answers import withheld
 from tasks.runtime.rewards.scoring import Rewards
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tasks.runtime.run_folder.metrics_file import read_evaluations, read_points

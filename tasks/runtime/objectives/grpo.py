@@ -33,7 +33,8 @@ from tasks.runtime.models.varlen_attention import has_varlen_attention, set_varl
 from tasks.runtime.objectives.answer_log_probs import answer_log_probs, frozen_answer_log_probs
 from tasks.runtime.objectives.generation_metrics import parts_of_step
 from tasks.runtime.objectives.objective import MicroBatchLoss, ObjectiveContext, target_tokens
-from tasks.runtime.objectives.rollout import Rollout, Step, WhileTraining, rows_of, sampling_of
+from tasks.runtime.objectives.rollout import Rollout, WhileTraining, sampling_of
+from tasks.runtime.objectives.scored_answers import Step, rows_of
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.rewards.scoring import Rewards
 

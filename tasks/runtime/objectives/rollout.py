@@ -1,4 +1,4 @@
-"""From prompts to scored answers: what a step of `grpo` learns from.
+"""From prompts to scored answers, which a step of `grpo` learns from.
 
 Each rank generates and scores the answers that its micro-batches ask for. Rewards are exchanged, so that a group may be
 spread over micro-batches and ranks, and all ranks know the totals of the step.
@@ -6,122 +6,29 @@ spread over micro-batches and ranks, and all ranks know the totals of the step.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from strata_kernels.policy import group_advantages
 from strata_platform.spec.objectives import Generation
 from strata_platform.spec.objectives import Grpo as Settings
 from tasks.runtime.data import PreparedData
-from tasks.runtime.data.dataset import IGNORE_INDEX, Row
 from tasks.runtime.data.prompts import Prompt
 from tasks.runtime.generation import Generator, Request, Sample, Sampling
-from tasks.runtime.objectives.generation_metrics import generation_metrics
+from tasks.runtime.objectives.scored_answers import Drawn, Outcome, Step, Written, replaced_at, step_of, withheld
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.rewards.reward_function import Answers
 from tasks.runtime.rewards.scoring import Rewards
 
-T = TypeVar("T")
 # As `Generator.generate`; None if the engine is gone.
 WhileTraining = Callable[[Sequence[Request], Sampling], list[Sample] | None]
-
-
-@dataclass(frozen=True)
-class Step:
-    """The answers of a step.
-
-    prompts, samples: of this rank, in order of length, the longest first. advantages: of these, [n]; learned: whether
-    their tokens carry loss, [n], bool. answers, tokens: those that carry loss, on all ranks. metrics: means over all
-    answers of the step.
-    """
-
-    prompts: list[Prompt]
-    samples: list[Sample]
-    advantages: Tensor
-    learned: Tensor
-    answers: int
-    tokens: int
-    metrics: dict[str, float]
-    told: list[dict[str, Any]]
-    """This rank's answers to its first prompt, with the rewards that are learned from, to be read."""
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """Answers to prompts, and the seconds that they took."""
-
-    prompts: list[Prompt]
-    samples: list[Sample]
-    answers: Answers
-    seconds: float
-
-    def replaced(self, places: Sequence[int], by: Drawn) -> Drawn:
-        """With other prompts and answers at some places."""
-        answers = Answers(
-            *(
-                _replaced(getattr(self.answers, field.name), places, getattr(by.answers, field.name))
-                for field in fields(Answers)
-            )
-        )
-        prompts, samples = _replaced(self.prompts, places, by.prompts), _replaced(self.samples, places, by.samples)
-        return Drawn(prompts, samples, answers, self.seconds + by.seconds)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Answers of all ranks, in the order of their numbers.
-
-    numbers, lengths, finished: [n]. values: of each reward, [n, rewards]. groups: the rewards that are learned from,
-    [groups, group_size]. All fp64.
-    """
-
-    numbers: Tensor
-    lengths: Tensor
-    finished: Tensor
-    values: Tensor
-    groups: Tensor
-
-    @property
-    def signal(self) -> Tensor:
-        """Whether the rewards of a group differ, [groups]."""
-        return (self.groups != self.groups[:, :1]).any(1)
-
-
-class Written(NamedTuple):
-    """All answers that a step has generated on all ranks, replaced ones included: their number, their tokens, and how
-    many ended by themselves.
-    """
-
-    answers: int
-    tokens: float
-    finished: float
-
-    @classmethod
-    def of(cls, outcome: Outcome, counted: Tensor | None = None) -> Written:
-        """Those of an outcome that are counted, [n]; by default all."""
-        counted = torch.ones_like(outcome.numbers, dtype=torch.bool) if counted is None else counted
-        return cls(int(counted.sum()), float(outcome.lengths[counted].sum()), float(outcome.finished[counted].sum()))
-
-    def and_also(self, more: Written) -> Written:
-        """Both together."""
-        return Written(self.answers + more.answers, self.tokens + more.tokens, self.finished + more.finished)
-
-
-def _replaced(values: Sequence[T], places: Sequence[int], by: Sequence[T]) -> list[T]:
-    found = list(values)
-    for place, value in zip(places, by, strict=True):
-        found[place] = value
-    return found
 
 
 def sampling_of(generation: Generation, data: PreparedData, model: PreTrainedModel, **changes: Any) -> Sampling:
@@ -161,15 +68,6 @@ def total_of(rewards: Rewards, settings: Settings, values: Sequence[float | None
     """The reward of an answer: of one that was cut no more than 0, unless `objective.overlong` says otherwise."""
     total = rewards.total(values)
     return min(total, 0.0) if not sample.finished and settings.overlong == "unrewarded" else total
-
-
-def withheld(rewards: Tensor, finished: Tensor) -> Tensor:
-    """Rewards of groups [G, N], of which answers that were cut have no more than the lowest that ended.
-
-    A reward of 0 would be a prize where functions punish: the model would learn to write without an end.
-    """
-    lowest = rewards.masked_fill(~finished, math.inf).amin(1, keepdim=True)
-    return rewards.where(finished, rewards.minimum(lowest))
 
 
 class _Background:
@@ -270,7 +168,7 @@ class Rollout:
             found = self._rewards.score(by.answers) if others else [[] for _ in values]
             generating, scoring = generating + generated - began, scoring + time.monotonic() - generated
             drawn = drawn.replaced(places, by)
-            values = [_replaced(own, places, new) for own, new in zip(values, found, strict=True)]
+            values = [replaced_at(own, places, new) for own, new in zip(values, found, strict=True)]
             before = outcomes[-1].numbers
             outcomes.append(self._outcome(drawn, values, processes))
             written = written.and_also(Written.of(outcomes[-1], ~torch.isin(outcomes[-1].numbers, before)))
@@ -280,7 +178,7 @@ class Rollout:
         self._ended = ended
         if processes.world_size > 1:
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        step = self._step(drawn, values, outcomes, written, seconds, staleness)
+        step = step_of(self._settings, drawn, values, outcomes, written, seconds, staleness)
         if self._settings.replacement_rounds:
             step.metrics.update(replacement_rounds=float(len(outcomes) - 1), replaced_groups=float(replaced))
         return step
@@ -326,94 +224,3 @@ class Rollout:
             known = [float("nan") if value is None else value for value in own]
             rows.append([prompt.answer or 0, total, sample.token_ids.numel(), sample.finished, *known])
         return torch.tensor(rows, dtype=torch.float64)
-
-    def _step(
-        self, drawn: Drawn, own: list[list[float | None]], outcomes: Sequence[Outcome], written: Written,
-        seconds: Tensor, staleness: int,
-    ) -> Step:  # fmt: skip
-        """outcomes: of the first answers, and after each round that has replaced some; the last is learned from."""
-        settings, prompts, samples = self._settings, drawn.prompts, drawn.samples
-        first, last = outcomes[0], outcomes[-1]
-        rewards = last.groups.flatten()
-        advantages = group_advantages(rewards, settings.group_size, scale=settings.scale_rewards)
-        signal = last.signal.repeat_interleave(settings.group_size)
-        kept = signal if settings.filter_groups else torch.ones_like(signal)
-        learned = kept & (last.finished.bool() | (settings.overlong != "mask"))
-        places = {int(number): place for place, number in enumerate(last.numbers.tolist())}
-        told = [
-            {
-                "prompt": drawn.answers.prompts[index],
-                "answer": drawn.answers.completions[index],
-                "finished": sample.finished,
-                "reward": float(rewards[places[prompt.answer or 0]]),
-                "rewards": {term.title: of[index] for term, of in zip(settings.rewards, own, strict=True)},
-            }
-            for index, (prompt, sample) in enumerate(zip(prompts, samples, strict=True))
-            if prompt.token_ids == prompts[0].token_ids
-        ]
-        order = sorted(
-            range(len(prompts)),
-            key=lambda index: -len(prompts[index].token_ids) - samples[index].token_ids.numel(),
-        )  # fmt: skip
-        prompts, samples = [prompts[index] for index in order], [samples[index] for index in order]
-        mine = torch.tensor([places[prompt.answer or 0] for prompt in prompts])
-        # Of the first prompts: those in the place of others are chosen by their rewards.
-        metrics = {
-            "reward": float(first.groups.mean()),
-            "reward_std": float(first.groups.std(1).mean()),
-            **{
-                f"reward/{term.title}": float(column.nanmean().nan_to_num())
-                for term, column in zip(settings.rewards, first.values.unbind(1), strict=True)
-            },
-            "groups_with_signal": float(first.signal.double().mean()),
-            **generation_metrics(
-                answers=written.answers,
-                tokens=written.tokens,
-                finished=written.finished,
-                generating=float(seconds[0]),
-                before_training=float(seconds[1]),
-                step=float(seconds[3]),
-            ),
-            "reward_share": float(seconds[2] / seconds[3].clamp(min=1e-9)),
-            **({"staleness": float(staleness)} if settings.generate_ahead else {}),
-        }
-        return Step(
-            prompts,
-            samples,
-            advantages[mine],
-            learned[mine],
-            answers=int(kept.sum()),
-            tokens=int(last.lengths[learned].sum()),
-            metrics=metrics,
-            told=told,
-        )
-
-
-def rows_of(step: Step, first: int, size: int) -> list[Row]:
-    """The rows of `size` answers from `first` on, with what the loss needs of each token at the position that predicts
-    it: `sequence`, the answer's place among them counted from 1, 0 for no answer; `advantage`, at its first token;
-    `generated`, the log-probability that generation computed. `counted` is 1 at the first token of each row.
-    """
-    rows = []
-    for place in range(size):
-        prompt, sample = step.prompts[first + place], step.samples[first + place]
-        answer = sample.token_ids
-        begin, length = len(prompt.token_ids), len(prompt.token_ids) + answer.numel()
-        ids = torch.cat([torch.tensor(prompt.token_ids), answer])
-        row = {
-            "input_ids": ids,
-            "labels": torch.full((length,), IGNORE_INDEX),
-            "position_ids": torch.arange(length),
-            "sequence": torch.zeros(length, dtype=torch.int64),
-            "advantage": torch.zeros(length),
-            "generated": torch.zeros(length),
-            "counted": torch.zeros(length, dtype=torch.int64),
-        }
-        row["counted"][0] = 1
-        if step.learned[first + place]:
-            row["labels"][begin:] = answer
-            row["sequence"][begin - 1 : length - 1] = place + 1
-            row["advantage"][begin - 1] = step.advantages[first + place]
-            row["generated"][begin - 1 : length - 1] = sample.log_probs
-        rows.append(row)
-    return rows

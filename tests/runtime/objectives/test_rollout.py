@@ -5,7 +5,8 @@ import torch
 from strata_platform.spec.objectives import Grpo
 from tasks.runtime.data.prompts import Prompt
 from tasks.runtime.generation import Sample
-from tasks.runtime.objectives.rollout import Drawn, Rollout, Written
+from tasks.runtime.objectives.rollout import Rollout
+from tasks.runtime.objectives.scored_answers import Drawn, Written, step_of
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.rewards.reward_function import Answers
 from tasks.runtime.rewards.scoring import Rewards
@@ -20,6 +21,6 @@ def test_the_reward_that_is_told_is_the_one_that_is_learned_from():
     rollout = Rollout(settings, None, None, Rewards(settings.rewards, torch.device("cpu")), None)
     drawn, values = Drawn(prompts, samples, answers, 1.0), [[-0.5, 0.0]]
     outcome = rollout._outcome(drawn, values, Processes())
-    step = rollout._step(drawn, values, [outcome], Written.of(outcome), torch.ones(4), 0)
+    step = step_of(settings, drawn, values, [outcome], Written.of(outcome), torch.ones(4), 0)
     assert [(each["answer"], each["reward"]) for each in step.told] == [("a", -0.5), ("b", -0.5)]
     assert step.metrics["reward"] == -0.5
