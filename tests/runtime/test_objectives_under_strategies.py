@@ -41,7 +41,7 @@ CELLS = {
         ("torch", "tensor-parallel", "none"),
     ],
     "distill": [("hf", "fsdp", "none"), ("torch", "ddp", "lora"), ("torch", "tensor-parallel", "none")],
-    "on-policy": [("torch", "fsdp", "none"), ("lightning", "fsdp", "lora")],
+    "on-policy": [("torch", "fsdp", "none"), ("lightning", "fsdp", "lora"), ("hf", "tensor-parallel", "none")],
 }  # fmt: skip
 ANSWERS = {"completion_column": "chosen", "packing": False}
 DATA = {"distill": ANSWERS, "on-policy": ANSWERS, "kto": {"packing": False}}

@@ -76,7 +76,10 @@ RUNS = {
     "ipo": ("pairs", {"type": "dpo", "loss": "ipo"}, {}, "DPO", {"loss_type": ["ipo"], "beta": 0.1}),
     # TRL averages the cross entropy over the tokens of a micro-batch, and ORPO's over those of the prompt, too.
     "orpo": ("bare", {"type": "orpo", "beta": 0.3}, {}, "ORPO", {"beta": 0.3, **ONE_BY_ONE}),
-    "cpo": ("pairs", {"type": "cpo", "label_smoothing": 0.1}, {}, "CPO", {"label_smoothing": 0.1, **ONE_BY_ONE}),
+    "cpo": (
+        "bare", {"type": "cpo", "label_smoothing": 0.1, "alpha": 0.5}, {}, "CPO",
+        {"label_smoothing": 0.1, "cpo_alpha": 0.5, **ONE_BY_ONE},
+    ),
     "reward": (
         "margins", {"type": "reward", "center_coefficient": 0.05}, {}, "Reward", {"center_rewards_coefficient": 0.05},
     ),
@@ -87,8 +90,8 @@ RUNS = {
         {"loss_type": "apo_zero_unpaired", "beta": 0.1},
     ),
     "simpo": (
-        "bare", {"type": "simpo", "gamma": 0.7}, {}, "CPO",
-        {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.7, "cpo_alpha": 0.0},
+        "bare", {"type": "simpo", "gamma": 0.7, "label_smoothing": 0.1}, {}, "CPO",
+        {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.7, "cpo_alpha": 0.0, "label_smoothing": 0.1},
     ),
 }  # fmt: skip
 

@@ -247,24 +247,12 @@ def _tensor_parallel(spec: RunSpec) -> Iterator[Contradiction]:
         f"{ways} shards the output head, but objective.type 'custom' may compute logits, which need the whole one; set "
         "parallel.tensor_parallel to 1, or choose another objective.type",
     )
-    yield Contradiction(
-        spec.objective.type == "grpo",
-        (field, "objective.type"),
-        f"{ways} shards the model that would write the answers of objective.type 'grpo'; set "
-        "parallel.tensor_parallel to 1, where fsdp shards the model while it trains",
-    )
     if spec.objective.type == "distill":
         yield Contradiction(
             spec.objective.teacher is None,
             (field, "objective.teacher"),
             f"{ways} shards the output head, but without objective.teacher the likeliest tokens of the data need the "
             "whole one; set parallel.tensor_parallel to 1, or objective.teacher",
-        )
-        yield Contradiction(
-            spec.objective.on_policy > 0,
-            (field, "objective.on_policy"),
-            f"{ways} shards the model that would write answers; set parallel.tensor_parallel to 1, or leave "
-            "objective.on_policy out",
         )
 
 

@@ -44,7 +44,20 @@ def generation_rules(spec: RunSpec) -> Iterator[Contradiction]:
         f"{spec.parallel.expert_parallel} was not tested with generation, for which every process needs all experts; "
         "set parallel.expert_parallel to 1",
     )
-    generation = spec.objective.generation
+    generation, ways = spec.objective.generation, spec.parallel.tensor_parallel
+    yield Contradiction(
+        ways > 1 and (generation.engine == "vllm" or generation.server is not None),
+        ("parallel.tensor_parallel", f"objective.generation.{'engine' if generation.server is None else 'server'}"),
+        f"{ways} was tested with the embedded engine alone; set parallel.tensor_parallel to 1, or leave "
+        "objective.generation.engine and objective.generation.server out",
+    )
+    rows = spec.training.micro_batch_size * spec.training.gradient_accumulation_steps
+    yield Contradiction(
+        isinstance(spec.objective, Grpo) and rows % ways > 0,
+        ("parallel.tensor_parallel", "training.micro_batch_size", "training.gradient_accumulation_steps"),
+        f"{ways} processes share the answers that they read together, but it does not divide "
+        f"training.micro_batch_size x training.gradient_accumulation_steps {rows}; set one of them to a multiple",
+    )
     yield from _engine(generation)
     if generation.engine == "vllm" or generation.server is not None:
         yield from _weights(spec.adapter, spec.training, generation)

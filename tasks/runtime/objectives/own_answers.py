@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -76,9 +76,12 @@ class OwnAnswers:
             if float(uniform_numbers(self._spec.seed, [_CHOICES + document.number], 1)) < self._share
         }
         asked = time.monotonic()
-        samples = self._generator.generate(list(chosen.values()), self._sampling) if chosen else []
+        # The ranks of a tensor-parallel group read the same rows, and each answers a share of them.
+        share = self._processes.tp_share([*chosen.values()])
+        samples = self._generator.generate(share, self._sampling) if share else []
         generating = time.monotonic() - asked
-        answers = {number: sample.token_ids for number, sample in zip(chosen, samples, strict=True)}
+        of_group = chain(*self._processes.tp_gather(samples))
+        answers = {number: sample.token_ids for number, sample in zip(chosen, of_group, strict=True)}
         found = [self._batch(part, answers) for part in documents]
         ended = time.monotonic()
         self.metrics = self._measured(samples, generating, ended - began, ended - self._ended)

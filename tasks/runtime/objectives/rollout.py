@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -139,8 +140,12 @@ class Rollout:
         self._ended = time.monotonic()
 
     def run(self, prompts: list[Prompt], processes: Processes, upcoming: Sequence[Prompt] = ()) -> Step:
-        """Answer the prompts of this rank, and after them `upcoming`, the prompts of the next call. A collective."""
+        """Answer the prompts of this rank, and after them `upcoming`, the prompts of the next call. A collective.
+
+        The ranks of a tensor-parallel group, which have the same prompts, each answer and score a share of them.
+        """
         started = time.monotonic()
+        prompts, upcoming = processes.tp_share(prompts), processes.tp_share(upcoming)
         drawn, staleness = self._ahead, int(self._ahead is not None)
         if drawn is None:
             drawn = self._draw(prompts)
@@ -178,6 +183,9 @@ class Rollout:
         self._ended = ended
         if processes.world_size > 1:
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        shares = processes.tp_gather((drawn, values))
+        drawn = Drawn.joined([share for share, _ in shares])
+        values = [[*chain(*of_ranks)] for of_ranks in zip(*(own for _, own in shares), strict=True)]
         step = step_of(self._settings, drawn, values, outcomes, written, seconds, staleness)
         if self._settings.replacement_rounds:
             step.metrics.update(replacement_rounds=float(len(outcomes) - 1), replaced_groups=float(replaced))

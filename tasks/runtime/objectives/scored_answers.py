@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -49,6 +50,14 @@ class Drawn:
     samples: list[Sample]
     answers: Answers
     seconds: float
+
+    @classmethod
+    def joined(cls, parts: Sequence[Drawn]) -> Drawn:
+        """Those of several ranks, in order; the seconds of the slowest."""
+        prompts, samples = ([*chain(*(getattr(part, name) for part in parts))] for name in ("prompts", "samples"))
+        columns = ([getattr(part.answers, field.name) for part in parts] for field in fields(Answers))
+        answers = Answers(*([*chain(*lists)] for lists in columns))
+        return cls(prompts, samples, answers, max(part.seconds for part in parts))
 
     def replaced(self, places: Sequence[int], by: Drawn) -> Drawn:
         """With other prompts and answers at some places."""

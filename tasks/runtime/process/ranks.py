@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
@@ -88,6 +88,11 @@ class Processes:
     def cp_rank(self) -> int:
         """Context-parallel rank: which shard of its rows this process computes."""
         return self.dp_cp_rank % self.cp_size
+
+    @property
+    def tp_rank(self) -> int:
+        """Tensor-parallel rank: which shards of matrices this process holds."""
+        return self.rank % self.tp_size
 
     @property
     def is_main(self) -> bool:
@@ -176,6 +181,24 @@ class Processes:
         dist.scatter_object_list(received, values, group=self.group)
         value: T = received[0]
         return value
+
+    def tp_share(self, values: Sequence[T]) -> list[T]:
+        """Of values that all ranks of a tensor-parallel group have, those that this rank is to work on: consecutive
+        ones, of equal number on all ranks if it is divisible.
+        """
+        size = -(-len(values) // self.tp_size)
+        return list(values[self.tp_rank * size : (self.tp_rank + 1) * size])
+
+    def tp_gather(self, value: T) -> list[T]:
+        """Values of the ranks of this tensor-parallel group, in order. A collective of all ranks. PyTorch:
+        all_gather_object.
+        """
+        if self.tp_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        first = self.rank - self.tp_rank
+        return values[first : first + self.tp_size]
 
     def in_new_group(self) -> Processes:
         """The same ranks with a Gloo group of their own, for collectives in another thread. A collective."""

@@ -19,6 +19,8 @@ from tasks.runtime.parallel.tensor import require_tensor_parallel_support
 from tasks.runtime.process.ranks import Processes
 from tests.runtime.helpers.train_forked import launch
 
+GRPO = {"type": "grpo", "rewards": [{"function": "numeric"}], "group_size": 7}
+PROMPTS = {"source": "d", "sequence_length": 1024}
 ROWS = {"parallel": {"tensor_parallel": 1, "context_parallel": 2}}
 
 
@@ -175,14 +177,14 @@ def test_a_model_that_needs_whole_rows_is_refused(tmp_path, model_type, changes,
             r"tensor_parallel.*objective\.type 'custom' may compute logits",
         ),
         (
-            {"objective": {"type": "grpo", "rewards": [{"function": "numeric"}]}, "data": {"source": "d"}},
-            r"tensor_parallel.*write the answers of objective\.type 'grpo'",
+            {"objective": GRPO, "data": PROMPTS, "training": {"micro_batch_size": 7, "gradient_accumulation_steps": 1}},
+            r"tensor_parallel: 2 processes share the answers .*accumulation_steps 7; set",
+        ),
+        (
+            {"objective": {**GRPO, "generation": {"engine": "vllm"}}, "data": PROMPTS},
+            r"tensor_parallel: 2 was tested with the embedded engine alone",
         ),
         ({"objective": {"type": "distill"}}, r"tensor_parallel.*without objective\.teacher the likeliest tokens"),
-        (
-            {"objective": {"type": "distill", "teacher": "t", "on_policy": 1, "weight": 1}},
-            r"tensor_parallel.*leave objective\.on_policy out",
-        ),
         (
             {**ROWS, "objective": {"type": "dpo"}, "data": {"source": "d"}},
             r"context_parallel.*'dpo' compares whole ones",
