@@ -52,7 +52,7 @@ class Model(Section):
         description="Attention implementation, by its transformers name; `auto` is `sdpa` where the model supports it, "
         "and `eager` elsewhere. `sdpa` uses varlen attention on packed rows if it can, by FlashAttention 4 on Hopper "
         "GPUs where `flash-attn-4` is installed. FlashAttention 2 and 3 run where they are named; models with "
-        "attention sinks, as gpt-oss, have `eager` alone.",
+        "attention sinks, as gpt-oss, have `eager` and, by `auto`, varlen attention.",
     )
     freeze: tuple[Text, ...] = Field(
         (),

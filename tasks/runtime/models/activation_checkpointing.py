@@ -32,7 +32,8 @@ _ATTENTION = (
     *(f"aten::_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
     *("aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_fused_attention_overrideable"),
     *("flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward", "flash_attn_3::fwd"),
-    *("flex_attention", "torch_attn::_varlen_attn", "strata_runtime::flash_attention_4"),
+    *("flex_attention", "torch_attn::_varlen_attn"),
+    *("strata_runtime::flash_attention_4", "strata_runtime::varlen_attention_with_sinks"),
 )
 _SAVED = _PRODUCTS + _ATTENTION
 # Inputs of a layer by the dimension that has another size in every batch; one graph serves all sizes.

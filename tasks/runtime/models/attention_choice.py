@@ -6,14 +6,19 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from tasks.runtime.models import attention_sinks
 from tasks.runtime.models.multimodal import auto_class
+
+VARLEN = "strata_varlen"
+"""The name of varlen attention among transformers' implementations. No mask is made for it."""
 
 
 def choose_attention(attention: str, config: PretrainedConfig) -> str:
     """transformers' name of the attention implementation for a value of `model.attention`.
 
     `auto` is `sdpa` where the model class supports it, as most do, and `eager` elsewhere: Gemma 2 caps scores, gpt-oss
-    has attention sinks, and neither can be said to PyTorch's `scaled_dot_product_attention`.
+    has attention sinks, and neither can be said to PyTorch's `scaled_dot_product_attention`. Training may then use
+    varlen attention instead.
     """
     if attention != "auto":
         return attention
@@ -39,15 +44,14 @@ def missing_sdpa(attention: str, config: PretrainedConfig) -> str | None:
     has_attention = hasattr(config.get_text_config(), "num_attention_heads")
     if attention != "auto" or not has_attention or _supports(config, "sdpa"):
         return None
-    flash = ""
-    if _computes(config, "flash_attention_2"):
-        flash = "; with flash_attention_2 installed, set model.attention to it"
-    elif _supports(config, "flash_attn"):
-        flash = "; flash_attention_2 and flash_attention_3 do not compute its attention either"
-    return (
-        f"{_class_of(config).__name__} does not support sdpa, so attention runs eager, which keeps the scores of all "
-        f"pairs of tokens in a row{flash}"
-    )
+    name, costs = _class_of(config).__name__, "runs eager, which keeps the scores of all pairs of tokens in a row"
+    if config.model_type in attention_sinks.MODEL_TYPES:
+        return (
+            f"{name} does not support sdpa; training in bfloat16 on a GPU uses varlen attention, anything else {costs}"
+        )
+    flash = "; with flash_attention_2 installed, set model.attention to it"
+    known = _computes(config, "flash_attention_2")
+    return f"{name} does not support sdpa, so attention {costs}{flash if known else ''}"
 
 
 def _class_of(config: PretrainedConfig) -> Any:

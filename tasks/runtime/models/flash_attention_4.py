@@ -85,7 +85,7 @@ def flash_attention_4(
         As query.
     """
     lengths = (None, None) if ends is None else ends.unbind()
-    result: Tensor = _forward(query, key, value, *lengths, *(longest or (None, None)), scale, window)[0]
+    result: Tensor = forward(query, key, value, *lengths, *(longest or (None, None)), scale, window)[0]
     return result
 
 
@@ -111,7 +111,7 @@ def _settings(
 
 
 @torch.library.custom_op("strata_runtime::flash_attention_4", mutates_args=())
-def _forward(
+def forward(
     query: Tensor, key: Tensor, value: Tensor, query_ends: Tensor | None, key_ends: Tensor | None,
     longest_query: int | None, longest_key: int | None, scale: float | None, window: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -121,14 +121,14 @@ def _forward(
     return result, sums
 
 
-@_forward.register_fake
+@forward.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *_settings: Any) -> tuple[Tensor, Tensor]:
     *rows, tokens, heads, _ = query.shape
     return query.new_empty(query.shape), query.new_empty(*rows, heads, tokens, dtype=torch.float32)
 
 
 @torch.library.custom_op("strata_runtime::flash_attention_4_bwd", mutates_args=())
-def _backward(
+def backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, result: Tensor, sums: Tensor,
     query_ends: Tensor | None, key_ends: Tensor | None, longest_query: int | None, longest_key: int | None,
     scale: float | None, window: int | None,
@@ -141,7 +141,7 @@ def _backward(
     return gradients[0], gradients[1], gradients[2]
 
 
-@_backward.register_fake
+@backward.register_fake
 def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_settings: Any) -> tuple[Tensor, Tensor, Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
@@ -154,7 +154,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, grad: Tensor, grad_sums: None) -> tuple[Tensor | None, ...]:
     assert grad_sums is None, "flash_attention_4 returns the result alone"
-    return (*_backward(grad, *ctx.saved_tensors, *ctx.numbers), *[None] * 6)
+    return (*backward(grad, *ctx.saved_tensors, *ctx.numbers), *[None] * 6)
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+forward.register_autograd(_differentiate, setup_context=_save)

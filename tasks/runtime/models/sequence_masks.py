@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from tasks.runtime.models.attention_choice import VARLEN
 from tasks.runtime.models.position_hook import on_positions
 
 # Families whose masks ignore positions, and whether their flash attention gets them.
@@ -58,7 +59,8 @@ class _Masks:
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """A hook before the forward pass of a layer: it attends inside of sequences only."""
-        if self.positions is None or kwargs.get("past_key_values") is not None or _is_flash(self.model):
+        without_masks = _is_flash(self.model) or self.model.config._attn_implementation == VARLEN
+        if self.positions is None or kwargs.get("past_key_values") is not None or without_masks:
             return None
         mask = kwargs.get("attention_mask")
         # The mask is kept beside the new one, so that no other gets its id.

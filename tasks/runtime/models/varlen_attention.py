@@ -3,7 +3,7 @@
 transformers tells `sdpa` so with a mask of [T, T] values. It computes all pairs of a row, also across sequences, and
 the host waits for the GPU to find out which mask is needed. Here the host computes `cu_seqlens`, and PyTorch's
 `varlen_attn` runs over the sequences. If every row has one sequence, attention is plainly causal. Where FlashAttention
-4 is installed, it computes both.
+4 is installed, it computes both. Attention with sinks, which `sdpa` lacks, is `attention_sinks`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from strata_platform.spec.model import Model
@@ -26,14 +26,24 @@ from strata_platform.spec.run_spec import Parallel
 from tasks.runtime.data.context_shards import cu_seqlens, max_seqlen
 from tasks.runtime.data.dataset import Batch, Row
 from tasks.runtime.data.media_packing import MEDIA_PACKING
-from tasks.runtime.models.attention_choice import choose_attention
+from tasks.runtime.models import attention_sinks
+from tasks.runtime.models.attention_choice import VARLEN, choose_attention
 from tasks.runtime.models.build import compute_dtype
 from tasks.runtime.models.flash_attention_4 import flash_attention_4, installed_version, takes
 from tasks.runtime.models.image_masks import sees_later_tokens
 from tasks.runtime.models.multimodal import is_multimodal
 from tasks.runtime.models.packing_support import SUPPORTS_PACKING
 
-_NAME = "strata_documents"
+FAMILIES = SUPPORTS_PACKING | attention_sinks.MODEL_TYPES | {
+    "afmoe", "bamba", "bitnet", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe",
+    "exaone_moe", "falcon_h1", "flex_olmo", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_neox", "granitemoe",
+    "granitemoehybrid", "hunyuan_v1_moe", "jamba", "jetmoe", "kimi_linear", "lfm2", "lfm2_moe", "minimax",
+    "minimax_m2", "muse_glimmer", "nanochat", "nemotron_h", "olmo", "olmo_hybrid", "olmoe", "persimmon", "phi",
+    "phimoe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "seed_oss", "solar_open",
+    "starcoder2", "youtu", "zamba2",
+}  # fmt: skip
+"""Families whose masks say nothing but that a token attends to its own sequence, up to itself, and which tell attention
+their sliding windows; but for configurations with an `unsupported_reason`."""
 # Language models of vision-language families, beside those of `SUPPORTS_PACKING`.
 _IN_MULTIMODAL = frozenset((
     "glm4v_text", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text",
@@ -48,12 +58,13 @@ def uses_varlen(settings: Model, parallel: Parallel, config: PretrainedConfig, d
     """Whether training uses varlen attention with these sections, model configuration and device. If so, batches need
     `cu_seqlens`.
 
-    True for families that are known to support packing, on a GPU in bfloat16, in place of `sdpa`. Of a vision-language
-    model, the language model attends so.
+    True for families of which a test shows that it computes the same, on a GPU in bfloat16, in place of `sdpa`, or of
+    `auto` for attention with sinks. Of a vision-language model, the language model attends so.
     """
+    with_sinks = settings.attention == "auto" and config.model_type in attention_sinks.MODEL_TYPES
     return (
         _has_flash(device)
-        and choose_attention(settings.attention, config) == "sdpa"
+        and (with_sinks or choose_attention(settings.attention, config) == "sdpa")
         and compute_dtype(settings, parallel) == torch.bfloat16
         # Context parallelism has an attention function of its own.
         and parallel.context_parallel == 1
@@ -65,7 +76,7 @@ def uses_varlen(settings: Model, parallel: Parallel, config: PretrainedConfig, d
 def _known_family(config: PretrainedConfig) -> bool:
     """Whether a test shows that the sequences of a packed row need no mask to be kept apart."""
     if not is_multimodal(config):
-        return config.model_type in SUPPORTS_PACKING
+        return config.model_type in FAMILIES
     language = config.get_text_config().model_type
     return (
         config.model_type in MEDIA_PACKING
@@ -93,6 +104,8 @@ def unsupported_reason(config: PretrainedConfig) -> str | None:
     silent = config.model_type == "qwen2_moe" or (config.model_type == "smollm3" and not config.use_sliding_window)
     if silent and "sliding_attention" in (config.layer_types or ()):
         return "has sliding windows only in its masks (layer_types)"
+    if config.model_type == "phimoe" and config.sliding_window:
+        return "has sliding windows only in its masks (sliding_window)"
     return None
 
 
@@ -100,8 +113,8 @@ def set_varlen_attention(model: PreTrainedModel) -> None:
     """Make the attention of `model` varlen. Its batches need the inputs of `with_cu_seqlens`."""
     # transformers makes no mask for an attention name without a registered mask function.
     # One function for all models, as a student and its teacher: `takes` looks at the heads.
-    AttentionInterface.register(_NAME, partial(_attention, flash_4=installed_version() is not None))
-    _attending(model).set_attn_implementation(_NAME)
+    AttentionInterface.register(VARLEN, partial(_attention, flash_4=installed_version() is not None))
+    _attending(model).set_attn_implementation(VARLEN)
     if is_multimodal(model.config):
         _pass_by_tower(model)
 
@@ -140,14 +153,14 @@ class _Passed:
 
 def has_varlen_attention(model: PreTrainedModel) -> bool:
     """Whether the attention of `model` is varlen."""
-    return bool(_attending(model).config._attn_implementation == _NAME)
+    return bool(_attending(model).config._attn_implementation == VARLEN)
 
 
 @contextmanager
 def plain_attention(model: PreTrainedModel, *, varlen: bool) -> Iterator[None]:
     """Inside the block, `model` attends without the inputs of `with_cu_seqlens`, as generation calls it."""
     if varlen:
-        _attending(model).set_attn_implementation("sdpa")
+        _attending(model).set_attn_implementation(choose_attention("auto", model.config))
     try:
         yield
     finally:
@@ -192,26 +205,46 @@ def _attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function for transformers. query: [B, H, T, D], key, value: [B, K, T, D] → [B, T, H, D]."""
+    """An attention function for transformers. query: [B, H, T, D], key, value: [B, K, T, D] → [B, T, H, D].
+
+    s_aux: transformers' name of sinks, [H].
+    """
     rows, length = query.shape[0], query.shape[2]
     one_each = cu_seqlens.shape[1] == rows + 1
     longest = max_seqlen.shape[0], max_seqlen.shape[0]
     if flash_4 and takes(query, value, dropout):
         q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        if one_each:
+        if one_each and s_aux is None:
             return flash_attention_4(q, k, v, scale=scaling, window=sliding_window), None
         q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
-        attended = flash_attention_4(q, k, v, cu_seqlens, longest, scaling, sliding_window)
+        if s_aux is None:
+            attended = flash_attention_4(q, k, v, cu_seqlens, longest, scaling, sliding_window)
+        else:
+            attended = attention_sinks.varlen_attention_with_sinks(
+                q, k, v, s_aux, cu_seqlens, longest, scaling, sliding_window, by_flash_4=True
+            )
         return attended.unflatten(0, (rows, -1)), None
-    if one_each and (sliding_window is None or sliding_window >= length):
+    if one_each and s_aux is None and (sliding_window is None or sliding_window >= length):
+        grouped = query.shape[1] != key.shape[1]
+        if grouped and not key.shape[-1] == value.shape[-1] <= 256:
+            # With grouped heads, only the implementation that keeps all scores takes such sizes.
+            key, value = _repeated(query, key, value)
+            grouped = False
         attended = scaled_dot_product_attention(
-            query, key, value, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=True
+            query,
+            key,
+            value,
+            is_causal=True,
+            dropout_p=dropout,
+            scale=scaling,
+            enable_gqa=grouped,
         )
     else:
         bounds = VarlenLayout(sequence_starts, cu_seqlens, longest)
-        attended = packed_attention(query, key, value, bounds, scaling, sliding_window, dropout)
+        attended = packed_attention(query, key, value, bounds, scaling, sliding_window, dropout, s_aux)
     return attended.transpose(1, 2).contiguous(), None
 
 
@@ -235,45 +268,58 @@ def packed_attention(
     scale: float | None,
     window: int | None,
     dropout: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """[B, H, L, D] against [B, K, T, D] → [B, H, L, D]; a query attends to at most `window` tokens."""
-    size = query.shape[-1]
+    """[B, H, L, D] against [B, K, T, D] → [B, H, L, D]; a query attends to at most `window` tokens.
+
+    Values may have fewer features than keys, and so has the result. sinks: [H].
+    """
+    size, fits = query.shape[-1], query.dtype != torch.float32 and not dropout
     # The conditions of flash attention.
-    if query.device.type != "cpu" and query.dtype != torch.float32 and size <= 256 and size % 8 == 0 and not dropout:
-        return _varlen(query, key, value, bounds, scale, window)
-    return _masked(query, key, value, bounds.begins, scale, window, dropout)
+    if query.device.type != "cpu" and fits and value.shape[-1] <= size <= 256 and size % 8 == 0:
+        return _varlen(query, key, value, bounds, scale, window, sinks)
+    return _masked(query, key, value, bounds.begins, scale, window, dropout, sinks)
 
 
 def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, bounds: VarlenLayout, scale: float | None, window: int | None
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, bounds: VarlenLayout, scale: float | None, window: int | None,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     """With flash attention, sequence by sequence."""
-    rows = query.shape[0]
-    inputs = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    rows, features = query.shape[0], value.shape[-1]
+    # Flash attention has one size for keys and values. Features that are 0 add nothing, in either direction.
+    value = pad(value, (0, query.shape[-1] - features))
+    inputs = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
+    if sinks is not None:
+        attended = attention_sinks.varlen_attention_with_sinks(
+            inputs[0], inputs[1], inputs[2], sinks, bounds.ends, bounds.longest, scale, window
+        )
+        return attended[..., :features].unflatten(0, (rows, -1)).transpose(1, 2)
     left = -1 if window is None else window - 1
     # The signature differs between versions. Both rows of `ends` are passed as separate tensors, even if they are
     # equal: for one tensor twice, newer versions choose cuDNN, whose gradients were wrong in PyTorch 2.11.
     varlen: Any = varlen_attn
-    attended: Tensor = varlen(
-        *inputs, *bounds.ends.unbind(), *bounds.longest, scale=scale, window_size=(left, 0), **_GROUPED
-    )
-    return attended.unflatten(0, (rows, -1)).transpose(1, 2)
+    attended = varlen(*inputs, *bounds.ends.unbind(), *bounds.longest, scale=scale, window_size=(left, 0), **_GROUPED)
+    return attended[..., :features].unflatten(0, (rows, -1)).transpose(1, 2)
 
 
 def _masked(
-    query: Tensor, key: Tensor, value: Tensor, begins: Tensor, scale: float | None, window: int | None, dropout: float
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, begins: Tensor, scale: float | None, window: int | None, dropout: float,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     """The same on any device and in any dtype, with a mask of [B, L, T] values."""
     places = torch.arange(key.shape[2], device=key.device)
     own = places[key.shape[2] - query.shape[2] :, None]
     first = begins[..., None] if window is None else begins[..., None].maximum(own - window + 1)
     # Some implementations do not support grouped heads together with a mask.
+    key, value = _repeated(query, key, value)
+    mask = ((places >= first) & (places <= own))[:, None]
+    if sinks is not None:
+        return attention_sinks.masked_attention_with_sinks(query, key, value, sinks, mask, scale, dropout)
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale)
+
+
+def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, K, T, D], once for each head of query [B, H, T, D]."""
     groups = query.shape[1] // key.shape[1]
-    return scaled_dot_product_attention(
-        query,
-        key.repeat_interleave(groups, dim=1),
-        value.repeat_interleave(groups, dim=1),
-        attn_mask=((places >= first) & (places <= own))[:, None],
-        dropout_p=dropout,
-        scale=scale,
-    )
+    return key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)

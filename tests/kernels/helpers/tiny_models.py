@@ -28,6 +28,9 @@ _PARTLY_ROTATED = {"head_dim": 16, "rope_parameters": {**_SECTIONS, "partial_rot
 OWN: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_key_value_heads": 4},
     "deepseek_v3": {"num_key_value_heads": 4, "first_k_dense_replace": 1},
+    "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
+    "glm4_moe_lite": {"num_key_value_heads": 4},
+    "youtu": {"num_key_value_heads": 4},
     "afmoe": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
     "falcon_h1": {
         "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8,
@@ -59,9 +62,9 @@ def _sizes(config: Any) -> dict[str, Any]:
     return {**sizes, **RECURRENT.get(config.model_type, {}), **OWN.get(config.model_type, {})}
 
 
-def build_tiny(model_type: str) -> nn.Module:
-    """The model with its head if the type has one, in fp32 and training mode."""
-    config = AutoConfig.for_model(model_type, **_sizes(AutoConfig.for_model(model_type)))
+def build_tiny(model_type: str, **changes: Any) -> nn.Module:
+    """The model with its head if the type has one, in fp32 and training mode. changes: of its configuration."""
+    config = AutoConfig.for_model(model_type, **{**_sizes(AutoConfig.for_model(model_type)), **changes})
     for auto in (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel):
         if type(config) in auto._model_mapping:
             model = auto.from_config(config, dtype=torch.float32)

@@ -1,12 +1,14 @@
 """Attention by document has the gradients that masks give, for every family; no mask is made, and no host waits."""
 
+import copy
 import itertools
 from functools import partial
 from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
-from transformers import AttentionInterface, AutoConfig, LlamaConfig
+import transformers
+from transformers import CONFIG_MAPPING, AttentionInterface, AutoConfig, LlamaConfig
 
 from strata_kernels import patch_model
 from strata_kernels.patch.table import ROWS
@@ -16,9 +18,16 @@ from strata_platform.spec.model import Model
 from strata_platform.spec.training import Training
 from tasks.runtime.models import flash_attention_4 as flash_4
 from tasks.runtime.models.activation_checkpointing import _full_graph, compile_layers
-from tasks.runtime.models.build import build_planning_model, compute_dtype, load_config
-from tasks.runtime.models.packing_support import SUPPORTS_PACKING
+from tasks.runtime.models.attention_choice import VARLEN, choose_attention
+from tasks.runtime.models.build import (
+    build_planning_model,
+    compute_dtype,
+    load_config,
+    support_packed_rows,
+    use_no_cache,
+)
 from tasks.runtime.models.varlen_attention import (
+    FAMILIES,
     VARLEN_INPUTS,
     VarlenLayout,
     _attention,
@@ -30,13 +39,13 @@ from tasks.runtime.models.varlen_attention import (
     with_cu_seqlens,
 )
 from tasks.runtime.warmup.plan import plan_kernels
+from tests.kernels.helpers.tiny_models import build_tiny
 from tests.kernels.test_patch import VOCABULARY, build
 from tests.runtime.helpers.comparable_runs import curve
 from tests.runtime.helpers.train_only import train_spec
 
 # Of two rows: documents of any length, of one token, and a row that is one document.
 LENGTHS = {"several": ((5, 21, 11), (1, 36)), "one in a row": ((37,), (37,)), "both": ((37,), (9, 28))}
-FAMILIES = sorted(name for name in SUPPORTS_PACKING if unsupported_reason(AutoConfig.for_model(name)) is None)
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2, "sliding_window": 5}
 GPU = torch.device("cuda")
 # Of the compiler's own look.
@@ -59,22 +68,45 @@ def gradients(model, batch):
 
 
 def test_which_families_of_the_table_stay_under_masks():
-    assert set(ROWS) - set(FAMILIES) == {"falcon_h1", "gemma2", "vaultgemma"}
+    assert {name for name in ROWS if unsupported_reason(AutoConfig.for_model(name))} == {"gemma2", "vaultgemma"}
+    assert set(ROWS) <= FAMILIES
 
 
-def assert_gradients_are_those_under_masks(model):
-    for lengths in LENGTHS.values():
-        batch = batch_of(lengths)
-        model.set_attn_implementation("sdpa")
+def build_with_windows(family):
+    """A small model with a sliding window of 5 tokens, if the family tells attention of its windows."""
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    config = AutoConfig.for_model(family)
+    changes = {"sliding_window": 5} if hasattr(config, "sliding_window") else {}
+    if "sliding_attention" in (config.to_dict().get("layer_types") or ()):
+        changes["layer_types"] = WINDOWS["layer_types"]
+    model = build_tiny(family, **changes)
+    if unsupported_reason(model.config) is not None:
+        model = build_tiny(family)
+    use_no_cache(model)
+    support_packed_rows(model)
+    # Without dropout.
+    return model.eval()
+
+
+def assert_gradients_are_those_under_masks(model, names=LENGTHS):
+    for name in names:
+        batch = batch_of(LENGTHS[name])
+        model.set_attn_implementation(choose_attention("auto", model.config))
         expected = gradients(model, batch)
         set_varlen_attention(model)
         for ours, theirs in zip(gradients(model, add_cu_seqlens(batch)), expected, strict=True):
             torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sorted(FAMILIES - {"gemma2", "vaultgemma"}))
 def test_gradients_are_those_under_masks(family):
-    assert_gradients_are_those_under_masks(build(family, use_cache=False))
+    assert_gradients_are_those_under_masks(build_with_windows(family), ["several"])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+def test_gradients_of_rows_of_one_sequence_are_those_under_masks(family):
+    assert_gradients_are_those_under_masks(build_with_windows(family))
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
@@ -91,20 +123,23 @@ def test_dropout_of_attention_is_of_training(lengths):
 @needs_gpu
 @pytest.mark.parametrize("window", [None, 16], ids=["whole", "window"])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-@pytest.mark.parametrize(("heads", "shared", "size"), [(4, 2, 64), (6, 6, 128), (8, 1, 96)])
-def test_on_a_gpu_it_is_as_exact_as_under_a_mask(heads, shared, size, lengths, window):
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize(
+    ("heads", "shared", "size", "of_values"), [(4, 2, 64, 64), (6, 6, 128, 128), (8, 1, 96, 96), (4, 4, 192, 128)]
+)
+def test_on_a_gpu_it_is_as_exact_as_under_a_mask(heads, shared, size, of_values, sinks, lengths, window):
     bounds = add_cu_seqlens(batch_of(lengths))
     longest = bounds["max_seqlen"].shape[0]
     documents = VarlenLayout(bounds["sequence_starts"].to(GPU), bounds["cu_seqlens"].to(GPU), (longest, longest))
-    shapes = [(2, 37, count, size) for count in (heads, shared, shared, heads)]
+    shapes = [(2, 37, *ends) for ends in ((heads, size), (shared, size), (shared, of_values), (heads, of_values))]
     exact = [torch.randn(shape, device=GPU, dtype=torch.float64).transpose(1, 2) for shape in shapes]
+    exact += [torch.randn(heads, device=GPU, dtype=torch.float64)] * sinks
 
     def found(dtype, dropout):
-        *inputs, upstream = (x.to(torch.bfloat16).to(dtype) for x in exact)
-        inputs = [x.requires_grad_() for x in inputs]
+        query, key, value, upstream, *scores = (x.to(torch.bfloat16).to(dtype).requires_grad_() for x in exact)
         # Dropout of nearly nothing asks for the mask.
-        attended = packed_attention(*inputs, documents, None, window, dropout)
-        return [attended.detach(), *torch.autograd.grad(attended, inputs, upstream)]
+        attended = packed_attention(query, key, value, documents, None, window, dropout, *scores)
+        return [attended.detach(), *torch.autograd.grad(attended, [query, key, value, *scores], upstream)]
 
     true = found(torch.float64, 1e-30)
     ours, masked = found(torch.bfloat16, 0.0), found(torch.bfloat16, 1e-30)
@@ -134,7 +169,10 @@ def test_on_a_gpu_it_is_as_exact_as_under_a_mask(heads, shared, size, lengths, w
             "cuda", "llama", False,
         ),
         ({}, "cuda", "gemma2", False),
-        ({}, "cuda", "gpt2", False),
+        ({}, "cuda", "gpt2", True),
+        ({}, "cuda", "opt", False),
+        ({}, "cuda", "gpt_oss", True),
+        ({"model": {"attention": "eager"}}, "cuda", "gpt_oss", False),
     ],
 )  # fmt: skip
 def test_which_models_go_by_document(sections, device, model, goes):
@@ -147,10 +185,11 @@ def test_which_models_go_by_document(sections, device, model, goes):
     [
         ("qwen2_moe", WINDOWS),
         ("smollm3", WINDOWS),
+        ("phimoe", {"sliding_window": 5}),
         ("gemma3_text", {"use_bidirectional_attention": True}),
         ("llama", {"is_causal": False}),
     ],
-    ids=["windows of masks alone", "windows that are off", "bidirectional", "not causal"],
+    ids=["windows of masks alone", "windows that are off", "a window of masks alone", "bidirectional", "not causal"],
 )
 def test_a_model_that_tells_masks_alone_stays_as_it_is(model, changes):
     spec = RunSpec.model_validate({"model": {"dtype": "bfloat16"}})
@@ -290,6 +329,27 @@ def test_the_warm_up_plans_for_it(tmp_path):
 
 
 @needs_gpu
+@pytest.mark.parametrize("family", sorted(FAMILIES - {"gemma2", "vaultgemma"}))
+def test_on_a_gpu_every_family_is_as_exact_as_under_masks(family):
+    """The kernels, and what a family gives them in bfloat16."""
+    model, batch = build_with_windows(family).to(GPU).bfloat16(), batch_of(LENGTHS["several"])
+    bounds = {name: x.to(GPU) for name, x in add_cu_seqlens(batch).items()}
+    batch = {name: x.to(GPU) for name, x in batch.items()}
+    in_fp64 = copy.deepcopy(model).double()
+    # The others of experts have no fp64.
+    in_fp64.set_experts_implementation("eager")
+    exact = gradients(in_fp64, batch)
+    masked = gradients(model, batch)
+    set_varlen_attention(model)
+    ours = gradients(model, bounds)
+
+    def distance(found):
+        return torch.stack([(a - b).norm() for a, b in zip(found, exact, strict=True)]).norm()
+
+    assert distance(ours) <= 2 * distance(masked) + 1e-3 * torch.stack([x.norm() for x in exact]).norm()
+
+
+@needs_gpu
 def test_on_a_gpu_a_run_goes_by_document_and_its_kernels_are_warm(output, monkeypatch):
     spec = make_spec(output, "warm", model={"dtype": "bfloat16"})
     assert uses_varlen(spec.model, spec.parallel, load_config(spec.model), GPU)
@@ -299,19 +359,27 @@ def test_on_a_gpu_a_run_goes_by_document_and_its_kernels_are_warm(output, monkey
 
 
 @pytest.mark.skipif(flash_4.installed_version() is None, reason="needs a Hopper GPU and flash-attn-4")
+# The package's and its compiler's own.
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("window", [None, 16], ids=["whole", "window"])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize(("heads", "shared", "size"), [(4, 2, 64), (6, 6, 128), (8, 1, 128)])
-def test_flash_attention_4_is_as_exact_as_under_a_mask(heads, shared, size, lengths, window):
+def test_flash_attention_4_is_as_exact_as_under_a_mask(heads, shared, size, sinks, lengths, window):
     bounds = {name: x.to(GPU) for name, x in add_cu_seqlens(batch_of(lengths)).items() if name in VARLEN_INPUTS}
     shapes = [(2, 37, count, size) for count in (heads, shared, shared, heads)]
     exact = [torch.randn(shape, device=GPU, dtype=torch.float64) for shape in shapes]
+    of_heads = torch.randn(heads, device=GPU, dtype=torch.float64) if sinks else None
 
     def found(dtype, dropout=0.0):
         *inputs, upstream = (x.to(torch.bfloat16).to(dtype) for x in exact)
         inputs = [x.transpose(1, 2).requires_grad_() for x in inputs]
         assert flash_4.takes(inputs[0], inputs[2], dropout) == (dtype == torch.bfloat16 and not dropout)
-        attended, _ = _attention(None, *inputs, None, flash_4=True, sliding_window=window, dropout=dropout, **bounds)
+        settings = {"flash_4": True, "sliding_window": window, "dropout": dropout}
+        if sinks:
+            inputs.append(of_heads.to(torch.bfloat16).to(dtype).requires_grad_())
+            settings["s_aux"] = inputs[3]
+        attended, _ = _attention(None, *inputs[:3], None, **settings, **bounds)
         return [attended.detach(), *torch.autograd.grad(attended, inputs, upstream)]
 
     # Without cuDNN's or FlashAttention 2's help: dropout of nearly nothing asks for the mask.
@@ -326,18 +394,19 @@ class _PlainPackage:
 
     def _flash_attn_fwd(self, q, k, v, *, return_lse, **settings):
         assert return_lse
-        results = [p @ wide[2] for _, wide, p, _ in self._sequences(q, k, v, **settings)]
-        # The logarithms of the sums, which this backward pass does not need.
-        sums = q.new_zeros(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=torch.float32)
-        return self._joined(results, q), sums, None, None, None
+        found = [(s.softmax(-1) @ wide[2], s.logsumexp(-1)) for _, wide, s, _ in self._sequences(q, k, v, **settings)]
+        results, sums = zip(*found, strict=True)
+        sums = torch.cat(sums, -1).float()
+        return self._joined(results, q), sums if q.dim() == 4 else sums[0], None, None, None
 
     def _flash_attn_bwd(self, q, k, v, out, dout, lse, *, deterministic, **settings):
+        """By the logarithms of the sums and by the result, as flash attention does."""
         assert not deterministic and lse.dtype == torch.float32 and out.shape == dout.shape
         groups, found = q.shape[-2] // k.shape[-2], []
-        for own, wide, p, scale in self._sequences(q, k, v, **settings):
-            above = self._cut(dout, own)
-            of_scores = above @ wide[2].mT
-            of_scores = p * (of_scores - (of_scores * p).sum(-1, keepdim=True)) * scale
+        for own, wide, scores, scale in self._sequences(q, k, v, **settings):
+            above, sums = self._cut(dout, own), lse[..., own].reshape(-1, lse.shape[-2], own.stop - own.start, 1)
+            p, of_rows = (scores - sums).exp(), (above * self._cut(out, own)).sum(-1, keepdim=True)
+            of_scores = p * (above @ wide[2].mT - of_rows) * scale
             shared = [x.unflatten(1, (-1, groups)).sum(2) for x in (of_scores.mT @ wide[0], p.mT @ above)]
             found.append((of_scores @ wide[1], *shared))
         return (*(self._joined(parts, x) for parts, x in zip(zip(*found, strict=True), (q, k, v), strict=True)), None)
@@ -345,7 +414,7 @@ class _PlainPackage:
     def _sequences(
         self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size_left
     ):
-        """Where each is, its queries, keys and values, [B, H, T, D], its probabilities, and the scale of scores."""
+        """Where each is, its queries, keys and values, [B, H, T, D], its scores, and their scale."""
         assert causal
         ends = [0, q.shape[-3]]
         if cu_seqlens_q is not None:
@@ -358,7 +427,7 @@ class _PlainPackage:
             seen = (distance >= 0) & (distance <= (end if window_size_left is None else window_size_left))
             scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
             scores = (wide[0] @ wide[1].mT * scale).masked_fill(~seen, -torch.inf)
-            yield own, wide, scores.softmax(-1), scale
+            yield own, wide, scores, scale
 
     @staticmethod
     def _cut(x, own):
@@ -369,14 +438,13 @@ class _PlainPackage:
         return torch.cat([x.transpose(1, 2) for x in parts], 1).reshape(like.shape)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "gpt_oss", "granite_swa"])
 def test_flash_attention_4_gets_what_masks_say(family, monkeypatch):
-    """Its windows, sequences, scales and grouped heads; the kernels themselves need a GPU."""
+    """Its windows, sequences, scales, grouped heads and sinks; the kernels themselves need a GPU."""
     monkeypatch.setattr(flash_4, "_package", _PlainPackage)
     monkeypatch.setattr("tasks.runtime.models.varlen_attention.takes", lambda query, value, dropout: True)
     monkeypatch.setattr("tasks.runtime.models.varlen_attention.installed_version", lambda: "4")
-    model = build(family, use_cache=False, **(WINDOWS if family == "gemma3_text" else {}))
-    assert_gradients_are_those_under_masks(model)
+    assert_gradients_are_those_under_masks(build_with_windows(family))
 
 
 def test_flash_attention_4_is_planned_without_the_package(monkeypatch):
@@ -419,7 +487,7 @@ def test_flash_attention_4_is_used_for_what_it_was_tested_with(fields, installed
 def test_without_the_package_or_its_gpu_pytorch_attends():
     set_varlen_attention(build(head_dim=64))
     used = flash_4.installed_version() is not None
-    assert AttentionInterface()["strata_documents"].keywords == {"flash_4": used}
+    assert AttentionInterface()[VARLEN].keywords == {"flash_4": used}
     assert torch.cuda.is_available() or not used
 
 
