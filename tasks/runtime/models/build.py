@@ -417,6 +417,7 @@ def build_planning_model(settings: Model, dtype: torch.dtype) -> PreTrainedModel
             dtype=dtype,
         )
     use_no_cache(model)
+    support_packed_rows(model)
     return model
 
 

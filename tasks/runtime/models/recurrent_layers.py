@@ -186,9 +186,11 @@ def _similar(lengths: Tensor) -> list[Tensor]:
 
 def _forward(layout: _Layout, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`forward` of a recurrent layer, once for each group of sequences."""
-    if not layout.groups or any(kwargs.get(name) is not None for name in _CACHES):
+    if any(kwargs.get(name) is not None for name in _CACHES):
         return forward(*args, **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in _OF_PACKED_ROWS}
+    if not layout.groups:
+        return forward(*args, **kwargs)
     results = [forward(*_rows(layout, index, args), **_rows(layout, index, kwargs)) for index in layout.groups]
     assert layout.places is not None
     if isinstance(results[0], Tensor):

@@ -104,7 +104,7 @@ def test_gradients_are_those_under_masks(family):
     assert_gradients_are_those_under_masks(build_with_windows(family), ["several"])
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "qwen3_next", "bamba", "lfm2"])
 def test_gradients_of_rows_of_one_sequence_are_those_under_masks(family):
     assert_gradients_are_those_under_masks(build_with_windows(family))
 
@@ -297,6 +297,14 @@ def test_a_student_and_its_teacher_are_planned(tmp_path):
         for spec in (alone, taught)
     ]
     assert rotations[0] and rotations[0] <= rotations[1]
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "granitemoehybrid", "qwen3_next"])
+def test_other_families_are_planned(family, tmp_path):
+    """Sinks, values narrower than keys, and layers that must not see where sequences end."""
+    build_tiny(family).config.save_pretrained(tmp_path)
+    sections = {"model": {"name": str(tmp_path), "dtype": "bfloat16"}, "data": {"sequence_length": 37}}
+    assert plan_kernels(RunSpec.model_validate(sections)).specializations
 
 
 def test_smollm3_tells_windows_that_are_on():
