@@ -26,6 +26,11 @@ from strata_platform.runs import Phase
 from strata_platform.spec import RunSpec
 
 ROOT = Path(__file__).parents[1]
+REST = "rest of training"
+_SHOWN = MEANINGS | {
+    "start task": "plans, finds the data, asks for the job",
+    REST: "the other steps, the weights stored, until the first container ends",
+}
 
 
 def measured(runs: Client, moments: Moments, name: str) -> dict[str, float]:
@@ -45,7 +50,8 @@ def measured(runs: Client, moments: Moments, name: str) -> dict[str, float]:
     first = (
         record["begun"] - clock + sum(seconds for phase, seconds in record["startup"].items() if phase != "second step")
     )
-    row |= record["startup"] | {"first step ends": first - at["begin"]} | stages(at, END)
+    row |= record["startup"] | {"first step ends": first - at["begin"]}
+    row |= {REST: at["train ended"] - first} | stages(at, END)
     return row | {"run ends": end - at["begin"]}
 
 
@@ -81,7 +87,7 @@ def measure(image: str, place: tuple[str, str], count: int) -> Measured:
 def show_stages(found: Measured) -> None:
     """Print a row of each stage: median, least, most."""
     for stage in found.rows[0]:
-        show(stage, [row[stage] for row in found.rows], MEANINGS.get(stage, ""))
+        show(stage, [row[stage] for row in found.rows], _SHOWN.get(stage, ""))
     show("submitted again", [found.again], f"until the outputs of the finished run are there; jobs: {found.jobs}")
 
 

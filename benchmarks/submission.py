@@ -50,7 +50,6 @@ JOB: tuple[Stage, ...] = (
     ("job's kubelet", "train scheduled", "train running", "until its container runs"),
 )
 END: tuple[Stage, ...] = (
-    ("training pods", "train running", "train ended", "all of training, until the first of its containers ends"),
     ("to the last pod", "train ended", "finish running", "Flyte notices, makes the pod, until its container runs"),
     ("last task", "finish running", "finish ended", "evaluates, exports, stores the model and the report"),
     ("to the end", "finish ended", "done", "until the client knows of it"),

@@ -4,7 +4,7 @@ from benchmarks.bars import bars
 from benchmarks.first_step import Measured
 
 ROW = {"request": 0.5, "start task": 4.0, "imports": 6.0, "first step": 0.1, "first step ends": 20.0,
-       "training pods": 11.0, "last task": 18.0, "run ends": 58.0}  # fmt: skip
+       "rest of training": 11.0, "last task": 18.0, "run ends": 58.0}  # fmt: skip
 CPU = {"list": 0.3, "submit": 0.5}
 
 
@@ -26,5 +26,5 @@ def test_missed_bars_name_what_takes_longest():
     found = list(bars(Measured([slow], 8.4, 1), CPU | {"submit": 1.24, "estimate": 1.0}))
     assert [row.met for row in found] == [False] * 4
     assert found[0].limits == "imports 31.0 s, start task 4.0 s, request 0.5 s"
-    assert found[1].limits == "first step ends 45.0 s, last task 18.0 s, training pods 11.0 s"
+    assert found[1].limits == "first step ends 45.0 s, last task 18.0 s, rest of training 11.0 s"
     assert found[3].limits == "submit 1.24 s, estimate 1.00 s"
