@@ -59,6 +59,13 @@ _DELTA = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
 }
+_SINKS = {
+    "num_local_experts": 16,
+    "num_experts_per_tok": 4,
+    "intermediate_size": 192,
+    "sliding_window": 64,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 _EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 192, "norm_topk_prob": True}
 
 # What fills a folder with a model of this seed, and the fields of the runs that train it.
@@ -104,6 +111,7 @@ KINDS: dict[str, Kind] = {
     "QK-norm (qwen3)": _text("qwen3"),
     "mixture (qwen3_moe, 16 experts)": _text("qwen3_moe", **_EXPERTS),
     "hybrid (qwen3_5, gated DeltaNet)": _text("qwen3_5_text", **_DELTA),
+    "sinks (gpt_oss, 16 experts)": _text("gpt_oss", **_SINKS),
     "vision-language (qwen2_5_vl)": _vision(),
 }
 
