@@ -8,9 +8,9 @@ import logging
 
 # flytekit looks for a Flyte type for every field of the spec and the record, so that a workflow could read one from a
 # promise, and warns if there is none, as for `dict[str, Any]`. Our workflows pass these objects whole, as msgpack.
-# Other types still cause the warning.
+# Other types still cause the warning. Messages are read as flytekit wrote them: one has an argument too many.
 _FIELD_TYPES = ("cannot be converted to a literal type", "Unsupported Type typing.Any found")
-logging.getLogger("flytekit").addFilter(lambda record: not any(text in record.getMessage() for text in _FIELD_TYPES))
+logging.getLogger("flytekit").addFilter(lambda record: not any(text in str(record.msg) for text in _FIELD_TYPES))
 
 # accelerate imports DeepSpeed wherever it is installed, which then logs what it found on a machine without a GPU.
 logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
