@@ -33,7 +33,8 @@ def usable_version(config: PretrainedConfig) -> str | None:
     text = config.get_text_config()
     size: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     dropout: float = getattr(text, "attention_dropout", None) or 0.0
-    if size not in _SIZES or dropout:
+    # Latent attention has keys of another size than values; `head_dim` is that of the rotated part of keys.
+    if size not in _SIZES or dropout or getattr(text, "kv_lora_rank", None):
         return None
     return installed_version()
 

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AttentionInterface, AutoConfig, LlamaConfig
+from transformers import CONFIG_MAPPING, AttentionInterface, AutoConfig
 
 from strata_kernels import patch_model
 from strata_kernels.patch.table import ROWS
@@ -470,6 +470,8 @@ def test_flash_attention_4_is_planned_without_the_package(monkeypatch):
 
 @pytest.mark.parametrize(("fields", "installed", "used"), [
     ({"head_dim": 128}, "4.0.0b36", "4.0.0b36"),
+    # DeepSeek V3, whose values have 128 features and keys 192.
+    ({"model_type": "deepseek_v3", "qk_rope_head_dim": 64}, "4.0.0b36", None),
     ({"head_dim": 256}, "4.0.0b36", None),
     ({"head_dim": 64, "attention_dropout": 0.1}, "4.0.0b36", None),
     ({"head_dim": 64}, "4.0.0b35", None),
@@ -486,7 +488,7 @@ def test_flash_attention_4_is_used_for_what_it_was_tested_with(fields, installed
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     flash_4.installed_version.cache_clear()
     try:
-        assert flash_4.usable_version(LlamaConfig(**fields)) == used
+        assert flash_4.usable_version(AutoConfig.for_model(**{"model_type": "llama"} | fields)) == used
     finally:
         flash_4.installed_version.cache_clear()
     assert ("4.0.0b35 is not used: 4.0.0b36 is known to be exact" in caplog.text) == (installed == "4.0.0b35")
