@@ -7,6 +7,7 @@ starts the next attempt, which continues from the last checkpoint.
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -32,6 +33,7 @@ from tasks.steps.train_step import (
     end_stopped_pod,
     error_files,
     prepare_pod,
+    prepare_to_fork,
     reason_of_exit,
     wait_for_main_pod,
 )
@@ -75,6 +77,9 @@ class TrainingTask(PytorchElasticFunctionTask):
         # The agent downloads the data once for all processes of the pod.
         kwargs["data"] = FlyteDirectory(str(fetched(kwargs["data"])))
         startup.mark("data")
+        # On one machine, the process is not ours alone: it may have used a GPU, or threads.
+        if not is_local() and prepare_to_fork(spec):
+            self.task_config.start_method = "fork"
         kills = MemoryKills()
         try:
             trained = super()._execute(**kwargs)
@@ -100,6 +105,9 @@ class TrainingTask(PytorchElasticFunctionTask):
             if isinstance(error.value, ChildFailedError) and (why := reason_of_exit(error.value, spec, kills)):
                 _recoverable(why, error)
             raise
+        finally:
+            # What stays frozen, Triton's bindings call leaked when the process ends.
+            gc.unfreeze()
         try:
             # Its processes are gone, so the GPUs are idle while the store is waited for.
             return trained._replace(weights=directory(trained.weights.path))

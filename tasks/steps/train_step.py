@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import logging
+import os
 import signal
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from strata_platform import pod_settings
+from strata_platform.file_io import write_atomic
 from strata_platform.outcomes import PREEMPTED, outcome_of_exit
 from strata_platform.pod_settings import STOP_SECONDS
 from strata_platform.runs import Stage
@@ -15,9 +22,10 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.metrics import startup
 from tasks.runtime.metrics.progress import report_progress
 from tasks.runtime.process.error_explanations import MemoryKills, reason_to_retry
+from tasks.runtime.process.errors import is_final
 from tasks.runtime.process.imports import uncollected
 from tasks.runtime.process.log import configure_logging
-from tasks.runtime.process.signals import Preempted, die_with_agent, raise_on_sigterm
+from tasks.runtime.process.signals import Preempted, die_with_agent, keep_sigterm_from_forks, raise_on_sigterm
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.steps.retry import Retry
@@ -37,7 +45,13 @@ ENVIRONMENT = {
     **pod_settings.ENVIRONMENT,
     # torch 2.11 ignores the variable and gives workers 30 s.
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(STOP_SECONDS),
+    # The agent asks whether there are GPUs, before it forks. After it has asked the driver, no fork could use them.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
+
+
+# Beside the error file of a process whose error no other start mends.
+_FINAL = "final.json"
 
 
 class Trained(NamedTuple):
@@ -56,14 +70,22 @@ def train(spec: RunSpec, data: Path) -> Trained:
     # Before torch is imported: an agent that is killed meanwhile would leave this process behind.
     die_with_agent()
     startup.mark_process()
+    with _final_errors():
+        return _train(spec, data)
+
+
+def _train(spec: RunSpec, data: Path) -> Trained:
     with uncollected():
-        from torch import OutOfMemoryError
+        import torch
 
         from tasks.runtime.data import open_prepared
         from tasks.runtime.models.trained_weights import collect_weights
         from tasks.runtime.training.session import session
         from tasks.runtime.training.train import train
 
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        # A fork got torch from its agent, which sets the variable later.
+        torch.set_num_threads(int(threads.partition(",")[0]))
     try:
         with session(spec) as run:
             record = train(run, open_prepared(data, spec.data))
@@ -72,10 +94,42 @@ def train(spec: RunSpec, data: Path) -> Trained:
         raise Retry(f"stopped by {signal_name} before the last step") from signal_name
     except (RuntimeError, OSError) as error:
         meaning = reason_to_retry(error, spec.topology.world_size)
-        if meaning is None or isinstance(error, OutOfMemoryError):
+        if meaning is None or isinstance(error, torch.OutOfMemoryError):
             raise
         raise Retry(f"{meaning}: {error}") from error
     return Trained(record, weights)
+
+
+class _EarlierTraceback(Exception):
+    """The traceback of an error in a process that is gone."""
+
+
+@contextmanager
+def _final_errors() -> Iterator[None]:
+    """End a process at once if one of this pod has ended before with an error that no other start mends.
+
+    The agent does not tell errors apart: it starts the processes `MAX_RESTARTS` times again, each of which would load
+    or wait for minutes first.
+    """
+    # <folder>/attempt_<restarts>/<local rank>/error.json.
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file is None:
+        yield
+        return
+    for earlier in sorted(Path(error_file).parents[2].glob(f"attempt_*/*/{_FINAL}")):
+        message, details = json.loads(earlier.read_text(encoding="utf-8"))
+        raise ValueError(message) from _EarlierTraceback(details)
+    try:
+        yield
+    except Exception as error:
+        if is_final(error):
+            message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            write_atomic(
+                Path(error_file).with_name(_FINAL),
+                json.dumps([message, traceback.format_exc()]).encode(),
+                durable=False,
+            )
+        raise
 
 
 def prepare_pod(spec: RunSpec) -> None:
@@ -89,6 +143,37 @@ def prepare_pod(spec: RunSpec) -> None:
     report_progress(stage=Stage.WARM_UP)
     warm_up_pod(spec, RunFolder.of(spec))
     startup.mark("warm-up")
+
+
+def prepare_to_fork(spec: RunSpec) -> bool:
+    """In a pod's agent: import what its training processes will, and whether they may be forks of this process then.
+
+    A fork starts in milliseconds, at the start of the pod and after each failure in it, where an interpreter imports
+    for many seconds of a core; and the processes share the memory of what is imported.
+    """
+    with uncollected():
+        from tasks.runtime.data import open_prepared  # noqa: F401
+        from tasks.runtime.models.trained_weights import collect_weights  # noqa: F401
+        from tasks.runtime.training.frameworks import load_framework
+        from tasks.runtime.training.train import train  # noqa: F401
+
+        load_framework(spec.runtime.framework)
+    if opened := sorted(set(_open_devices())):
+        log.warning("training processes import everything anew: this process has opened %s", ", ".join(opened))
+        return False
+    # The collector of a fork would walk, and so copy, all that is imported.
+    gc.collect()
+    gc.freeze()
+    keep_sigterm_from_forks()
+    return True
+
+
+def _open_devices() -> Iterator[str]:
+    """Device files of GPU drivers that this process has opened; no fork can use a GPU after that."""
+    for file in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            if (opened := os.readlink(file)) in ("/dev/nvidia-uvm", "/dev/kfd"):
+                yield opened
 
 
 def error_files(reported: ChildFailedError) -> list[ProcessFailure]:

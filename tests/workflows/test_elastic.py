@@ -58,6 +58,18 @@ except BaseException as error:
         ),
         # As what Flyte leaves no error for: the attempt may go on when the job is resumed.
         ("whose_pod_is_stopped", "cluster", ("the pod was told to stop by SIGTERM", "FATAL SystemExit 143")),
+        # Forked from the agent, whose handler of SIGTERM it does not have.
+        ("is_killed_by_sigterm", "cluster", ("RECOVERABLE", "Signal 15 (SIGTERM) received by PID")),
+        # The agent starts each process three times, the last two times in vain.
+        (
+            "cannot_train",
+            "cluster",
+            (
+                "FATAL",
+                "ValueError: FileNotFoundError: model.name 'no/model' is not on the Hub",
+                'raise FileNotFoundError("model.name',
+            ),
+        ),
         ("is_misused", "local", ("FATAL", "training.micro_batch_size is too large")),
         # The agent may tell of the other process, which lost this one.
         ("loses_a_peer by mistake", "local", ("FATAL", "ValueError: training.micro_batch_size is too large")),
@@ -67,9 +79,8 @@ except BaseException as error:
 def test_end_of_an_attempt(name, where, says, tmp_path):
     (tmp_path / "shard").touch()
     name, _, how = name.partition(" ")
-    # Workers that are spawned import all that the agent has imported; in the other cases they are forked. What a signal
-    # raises in an agent that is about to fork the next worker would be lost.
-    spawned = how == "by mistake" or name == "whose_pod_is_stopped"
+    # Workers that are spawned import all that the agent has imported; in the other cases they are forked, as in a pod.
+    spawned = where == "local" and (how == "by mistake" or name == "whose_pod_is_stopped")
     start, method = (subprocess.run, "spawn") if spawned else (fork_server.run, "fork")
     # In a process of its own: the agent takes signals, and one of the tasks sends it one.
     ended = start(
@@ -83,9 +94,12 @@ def test_end_of_an_attempt(name, where, says, tmp_path):
     assert ended.returncode == 0, ended.stderr
     for words in says:
         assert words in ended.stdout
+    if name == "cannot_train":
+        # The first process to end takes the other one with it.
+        assert (tmp_path / "starts").read_text().count("a start") <= 2
     kept = [kept_log.parse(file.name, file.read_bytes()) for file in tmp_path.glob("*/logs/*.jsonl")]
     assert len(kept) == (where == "cluster")
-    if kept:
+    if kept and name == "whose_pod_is_stopped":
         lines = {(line.rank, line.text) for line in kept[0]}
         # Of the agent and of its processes, of which the second may not have come as far.
         assert (0, "at work") in lines and any(says[0] in text for rank, text in lines if rank is None)

@@ -89,8 +89,9 @@ class OutputFile:
         return f"{redacted(text)} ..."
 
     def after_fork(self) -> None:
-        """In a forked process: another thread of the parent may have held the lock."""
-        self._lock = threading.RLock()
+        """In a forked process: another thread of the parent may have held the lock, and an agent forks processes of
+        the run, which have ranks."""
+        self._lock, self._rank_of = threading.RLock(), _own_rank
 
     def close(self) -> None:
         """Write no more."""

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 
@@ -83,6 +83,31 @@ def defer_sigterm() -> Iterator[StopRequest]:
         yield stop_request
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def keep_sigterm_from_forks() -> None:
+    """Have forks of this process take signals as a new interpreter does, and SIGTERM wait until a fork is done.
+
+    What a handler raises meanwhile is printed and forgotten: an agent that is told to stop just then would go on.
+    """
+    deferring = ExitStack()
+    requests: list[StopRequest] = []
+
+    def begin() -> None:
+        requests.append(deferring.enter_context(defer_sigterm()))
+
+    def end() -> None:
+        deferring.close()
+        if requests.pop().received:
+            # From another thread: this function, too, forgets what is raised in it.
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    def end_in_fork() -> None:
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    os.register_at_fork(before=begin, after_in_parent=end, after_in_child=end_in_fork)
 
 
 _PR_SET_PDEATHSIG = 1

@@ -14,6 +14,8 @@ from tasks.elastic import Training
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.process.signals import Preempted, raise_on_sigterm
+from tasks.runtime.training import session as training_session
+from tasks.steps import train_step
 
 LAUNCH = Training(nnodes=1, nproc_per_node=2, max_restarts=0)
 
@@ -37,6 +39,12 @@ def finishes(spec: RunSpec, data: FlyteDirectory) -> Result:
 @task(task_config=LAUNCH)
 def is_killed(spec: RunSpec, data: FlyteDirectory) -> Result:
     os.kill(os.getpid(), signal.SIGKILL)
+    return Result("not reached", data)
+
+
+@task(task_config=LAUNCH)
+def is_killed_by_sigterm(spec: RunSpec, data: FlyteDirectory) -> Result:
+    os.kill(os.getpid(), signal.SIGTERM)
     return Result("not reached", data)
 
 
@@ -85,9 +93,32 @@ def loses_a_peer(spec: RunSpec, data: FlyteDirectory) -> Result:
     return Result("not reached", data)
 
 
+@task(task_config=Training(nnodes=1, nproc_per_node=2, max_restarts=2))
+def cannot_train(spec: RunSpec, data: FlyteDirectory) -> Result:
+    """Each start of a process leaves a line."""
+
+    def session(spec):
+        with Path(data.path, "starts").open("a", encoding="utf-8") as file:
+            file.write("a start\n")
+        raise FileNotFoundError("model.name 'no/model' is not on the Hub")
+
+    training_session.session = session
+    train_step.train(spec, Path(data.path))
+    return Result("not reached", data)
+
+
 TASKS = {
     function.task_function.__name__: function
-    for function in (finishes, is_killed, is_preempted, whose_pod_is_stopped, is_misused, loses_a_peer)
+    for function in (
+        finishes,
+        is_killed,
+        is_killed_by_sigterm,
+        is_preempted,
+        whose_pod_is_stopped,
+        is_misused,
+        loses_a_peer,
+        cannot_train,
+    )
 }
 
 
