@@ -78,7 +78,7 @@ class TrainingTask(PytorchElasticFunctionTask):
         kwargs["data"] = FlyteDirectory(str(fetched(kwargs["data"])))
         startup.mark("data")
         # On one machine, the process is not ours alone: it may have used a GPU, or threads.
-        if not is_local() and prepare_to_fork(spec):
+        if not is_local() and prepare_to_fork():
             self.task_config.start_method = "fork"
         kills = MemoryKills()
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import logging
@@ -9,7 +10,8 @@ import os
 import signal
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -50,6 +52,8 @@ ENVIRONMENT = {
 }
 
 
+# Most of what training processes import, but nothing that asks for GPUs when it is imported, as torchao does.
+_PRELOADED = ("torch._dynamo", "transformers", "accelerate", "strata_kernels")
 # Beside the error file of a process whose error no other start mends.
 _FINAL = "final.json"
 
@@ -145,21 +149,19 @@ def prepare_pod(spec: RunSpec) -> None:
     startup.mark("warm-up")
 
 
-def prepare_to_fork(spec: RunSpec) -> bool:
+def prepare_to_fork() -> bool:
     """In a pod's agent: import what its training processes will, and whether they may be forks of this process then.
 
     A fork starts in milliseconds, at the start of the pod and after each failure in it, where an interpreter imports
     for many seconds of a core; and the processes share the memory of what is imported.
     """
     with uncollected():
-        from tasks.runtime.data import open_prepared  # noqa: F401
-        from tasks.runtime.models.trained_weights import collect_weights  # noqa: F401
-        from tasks.runtime.training.frameworks import load_framework
-        from tasks.runtime.training.train import train  # noqa: F401
-
-        load_framework(spec.runtime.framework)
-    if opened := sorted(set(_open_devices())):
-        log.warning("training processes import everything anew: this process has opened %s", ", ".join(opened))
+        for module in _PRELOADED:
+            import_module(module)
+    if not _forks_may_use_gpus():
+        log.warning(
+            "training processes import everything anew: this process has opened a GPU, which no fork may use then"
+        )
         return False
     # The collector of a fork would walk, and so copy, all that is imported.
     gc.collect()
@@ -168,12 +170,29 @@ def prepare_to_fork(spec: RunSpec) -> bool:
     return True
 
 
-def _open_devices() -> Iterator[str]:
-    """Device files of GPU drivers that this process has opened; no fork can use a GPU after that."""
-    for file in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            if (opened := os.readlink(file)) in ("/dev/nvidia-uvm", "/dev/kfd"):
-                yield opened
+def _forks_may_use_gpus() -> bool:
+    """Whether a fork of this process can start the GPUs' driver, if there is one; not after this process has."""
+    pid = os.fork()
+    if pid == 0:
+        usable = False
+        try:
+            usable = _driver_starts()
+        finally:
+            os._exit(0 if usable else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def _driver_starts() -> bool:
+    import torch
+
+    try:
+        driver = ctypes.CDLL("libamdhip64.so" if torch.version.hip else "libcuda.so.1")
+    except OSError:
+        return True
+    if torch.cuda._is_in_bad_fork():
+        return False
+    # CUDA_ERROR_NOT_INITIALIZED. That there is no GPU is another error.
+    return bool(torch.version.hip or driver.cuInit(0) != 3)
 
 
 def error_files(reported: ChildFailedError) -> list[ProcessFailure]:

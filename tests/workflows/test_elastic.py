@@ -16,7 +16,7 @@ from strata_platform import kept_log
 from strata_platform.spec import RunSpec
 from tasks import finish, topology
 from tasks.runtime.run_folder import kept_logs
-from tasks.steps.train_step import wait_for_main_pod
+from tasks.steps.train_step import ENVIRONMENT, wait_for_main_pod
 from tests.helpers import fork_server
 
 ROOT = Path(__file__).parents[2]
@@ -79,14 +79,15 @@ except BaseException as error:
 def test_end_of_an_attempt(name, where, says, tmp_path):
     (tmp_path / "shard").touch()
     name, _, how = name.partition(" ")
-    # Workers that are spawned import all that the agent has imported; in the other cases they are forked, as in a pod.
-    spawned = where == "local" and (how == "by mistake" or name == "whose_pod_is_stopped")
+    # Workers that are spawned import all that the agent has imported. In a pod they are forks of an agent that has
+    # asked for no GPU, as the tests' server has. In the other cases they are forks for the sake of time alone.
+    spawned = where == "cluster" or how == "by mistake" or name == "whose_pod_is_stopped"
     start, method = (subprocess.run, "spawn") if spawned else (fork_server.run, "fork")
     # In a process of its own: the agent takes signals, and one of the tasks sends it one.
     ended = start(
         [sys.executable, "-c", CODE, name, str(tmp_path), where, how.replace(" ", "-"), method],
         cwd=ROOT,
-        env=fork_server.clean_environment(),
+        env=fork_server.clean_environment(**(ENVIRONMENT if where == "cluster" else {})),
         text=True,
         capture_output=True,
         timeout=600,
@@ -97,6 +98,7 @@ def test_end_of_an_attempt(name, where, says, tmp_path):
     if name == "cannot_train":
         # The first process to end takes the other one with it.
         assert (tmp_path / "starts").read_text().count("a start") <= 2
+    assert "import everything anew" not in ended.stdout
     kept = [kept_log.parse(file.name, file.read_bytes()) for file in tmp_path.glob("*/logs/*.jsonl")]
     assert len(kept) == (where == "cluster")
     if kept and name == "whose_pod_is_stopped":
