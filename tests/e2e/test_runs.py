@@ -144,6 +144,24 @@ def test_a_run_out_of_time_is_saved_and_not_retried(cluster):
     assert len(saved) == 2 and run.points()[-1]["step"] < 10_000
 
 
+@slow
+def test_of_two_executions_of_one_run_one_trains(cluster):
+    """Where the file system passes no locks on, the lease of the folder keeps the pods of the other one out."""
+    one_pod = {"topology": {"nnodes": 1}, "parallel": {"type": "single"}, "training": {"steps": 10_000}}
+    first = cluster.submit("locked", **one_pod, checkpoint={"every": 10_000})
+    first.until_step(2)
+    (pod,) = [pod.metadata.name for pod in first.pods() if cluster.is_running(pod.metadata.name)]
+    cluster.window("rm", f"{first.spec.output}/{first.spec.name}/.lock")
+    # As from Flyte's console: the client would refuse it.
+    second = cluster.execute(first.spec)
+    second.until_done()
+    assert "is being trained by process" in second.error() and f"on {pod};" in second.error()
+    step = first.points()[-1]["step"]
+    first.until_step(step + 2)
+    cluster.until_settled(first.id)
+    cluster.remote.terminate(cluster.remote.fetch_execution(name=first.id), "tested")
+
+
 # Until which step nothing happens; what does; whether training starts again.
 DISTURBANCES = {
     "a-pod-is-deleted": (MIDDLE, delete_worker(1), True),

@@ -167,7 +167,10 @@ class Cluster:
 
     def submit(self, name: str, **changes: Any) -> Run:
         """Start the run of spec.yaml under a name of its own, with changes."""
-        spec = named(name, **changes)
+        return self.execute(named(name, **changes))
+
+    def execute(self, spec: RunSpec) -> Run:
+        """Start a run, also one whose name is taken."""
         started = self.remote.execute(self.workflow, inputs={"spec": spec}, type_hints={"spec": RunSpec})
         return Run(self, spec, started)
 
