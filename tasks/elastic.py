@@ -78,8 +78,9 @@ class TrainingTask(PytorchElasticFunctionTask):
         kwargs["data"] = FlyteDirectory(str(fetched(kwargs["data"])))
         startup.mark("data")
         # On one machine, the process is not ours alone: it may have used a GPU, or threads.
-        if not is_local() and prepare_to_fork():
-            self.task_config.start_method = "fork"
+        if not is_local():
+            self.task_config.start_method = "fork" if prepare_to_fork() else "spawn"
+            startup.mark("imports before the fork")
         kills = MemoryKills()
         try:
             trained = super()._execute(**kwargs)
