@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from strata_platform import kept_log
 from strata_platform.spec import RunSpec
 from tasks import finish, topology
 from tasks.runtime.run_folder import kept_logs
+from tasks.steps import train_step
 from tasks.steps.train_step import ENVIRONMENT, wait_for_main_pod
 from tests.helpers import fork_server
 
@@ -145,6 +147,24 @@ def test_a_process_that_may_have_lost_a_peer_is_tried_again(monkeypatch, process
     )
     with pytest.raises(expected):
         topology._train(spec, FlyteDirectory("data"))
+
+
+@pytest.mark.parametrize(
+    ("driver", "torch_asked", "expected"),
+    [(0, False, True), (3, False, False), (100, False, True), (0, True, False), (None, True, True)],
+    ids=["unused", "used without torch", "no GPU", "used by torch", "no driver"],
+)
+def test_processes_are_forked_where_forks_can_use_gpus(monkeypatch, driver, torch_asked, expected):
+    """The driver's answers to a process that starts it: 0, CUDA_ERROR_NOT_INITIALIZED, CUDA_ERROR_NO_DEVICE."""
+
+    def library(name):
+        if driver is None:
+            raise OSError(f"{name}: cannot open shared object file")
+        return SimpleNamespace(cuInit=lambda flags: driver)
+
+    monkeypatch.setattr(train_step.ctypes, "CDLL", library)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: torch_asked)
+    assert train_step._forks_may_use_gpus() is expected
 
 
 def test_a_pod_that_is_done_waits_until_it_is_stopped():
