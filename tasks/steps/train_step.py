@@ -110,10 +110,11 @@ class _EarlierTraceback(Exception):
 
 @contextmanager
 def _final_errors() -> Iterator[None]:
-    """End a process at once if one of this pod has ended before with an error that no other start mends.
+    """End a process at once if one of this pod has ended before, on its way to training, with an error that no other
+    start mends.
 
     The agent does not tell errors apart: it starts the processes `MAX_RESTARTS` times again, each of which would load
-    or wait for minutes first.
+    or wait for minutes first. In training, a process that loses its peers may end with any error.
     """
     # <folder>/attempt_<restarts>/<local rank>/error.json.
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -126,7 +127,7 @@ def _final_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if is_final(error):
+        if is_final(error) and not startup.passed("model"):
             message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             write_atomic(
                 Path(error_file).with_name(_FINAL),

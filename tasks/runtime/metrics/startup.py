@@ -41,6 +41,11 @@ def mark_process() -> None:
     mark("processes" if _BEGIN in _moments() else _BEGIN, max(_created(os.getpid()), *_moments().values(), 0.0))
 
 
+def passed(name: str) -> bool:
+    """Whether this start has come to the end of a phase."""
+    return name in _moments()
+
+
 def begun() -> float | None:
     """When the first process of this start began; None if nothing was noted."""
     return _moments().get(_BEGIN)
