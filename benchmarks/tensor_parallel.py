@@ -1,4 +1,4 @@
-"""Does every objective learn under tensor parallelism what it learns in one process? On two GPUs, in two minutes.
+"""Does every objective learn under tensor parallelism what it learns in one process? On two GPUs, in five minutes.
 
     PYTHONPATH=kernels:platform:. python -m benchmarks.tensor_parallel [--only dpo grpo] [--out out/tensor-parallel]
 
