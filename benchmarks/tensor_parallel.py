@@ -29,9 +29,9 @@ QUESTIONS = [
     for n in range(48)
 ]
 GENERATION = {"max_new_tokens": 16}
-# Objectives by name, with what their sections have beside the type.
-PAIRS: dict[str, dict[str, Any]] = {name: {} for name in ("dpo", "orpo", "simpo", "cpo", "reward")}
-ANSWERS = {
+PAIRS = ("dpo", "orpo", "simpo", "cpo", "reward")
+# Objectives over one answer, with what their sections have beside the type.
+ANSWERS: dict[str, dict[str, Any]] = {
     "sft": {},
     "distill": {},
     "distill, on-policy": {"on_policy": 1, "weight": 1, "divergence": "reverse_kl", "generation": GENERATION},
@@ -68,7 +68,7 @@ def write_inputs(out: Path) -> None:
 def spec_of(out: Path, name: str, processes: int) -> dict[str, Any]:
     """The run of an objective."""
     data: dict[str, Any] = {"source": f"{out}/pairs.jsonl", "validation_fraction": 0.1}
-    objective: dict[str, Any] = {"type": name, **PAIRS.get(name, {})}
+    objective: dict[str, Any] = {"type": name}
     if name in ANSWERS:
         data |= {"completion_column": "chosen", "packing": False}
         objective = {"type": name.partition(",")[0], **ANSWERS[name]}
@@ -125,7 +125,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/tensor-parallel"))
     arguments = parser.parse_args()
     out = arguments.out.absolute()
-    shutil.rmtree(out, ignore_errors=True)
+    if out.exists():
+        parser.error(f"--out {out} exists, and runs in it would go on from there; remove it or name another folder")
     out.mkdir(parents=True)
     write_inputs(out)
     curves: dict[int, list[list[tuple[float, float]]]] = {}

@@ -129,11 +129,11 @@ def _final_errors() -> Iterator[None]:
     except Exception as error:
         if is_final(error) and not startup.passed("model"):
             message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            write_atomic(
-                Path(error_file).with_name(_FINAL),
-                json.dumps([message, traceback.format_exc()]).encode(),
-                durable=False,
-            )
+            noted = json.dumps([message, traceback.format_exc()]).encode()
+            try:
+                write_atomic(Path(error_file).with_name(_FINAL), noted, durable=False)
+            except OSError as problem:
+                log.warning("the agent's restarts will meet this error again: it cannot be noted (%s)", problem)
         raise
 
 
@@ -186,14 +186,15 @@ def _forks_may_use_gpus() -> bool:
 def _driver_starts() -> bool:
     import torch
 
+    asked = torch.cuda._is_in_bad_fork()
+    if torch.version.hip:
+        return not asked
     try:
-        driver = ctypes.CDLL("libamdhip64.so" if torch.version.hip else "libcuda.so.1")
+        driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return True
-    if torch.cuda._is_in_bad_fork():
-        return False
     # CUDA_ERROR_NOT_INITIALIZED. That there is no GPU is another error.
-    return bool(torch.version.hip or driver.cuInit(0) != 3)
+    return not asked and driver.cuInit(0) != 3
 
 
 def error_files(reported: ChildFailedError) -> list[ProcessFailure]:

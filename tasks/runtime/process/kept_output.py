@@ -50,7 +50,8 @@ class OutputFile:
             os.close(self._file)
             self._file = -1
         self._number, self._size = number, 0
-        self._rank = self._rank_of()
+        # An elastic agent, which has no rank, forks processes that have one.
+        self._rank = _own_rank() if "TORCHELASTIC_RUN_ID" in os.environ else self._rank_of()
         self._file = os.open(self._path(number), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         if number >= SEGMENTS:
             self._path(number - SEGMENTS).unlink(missing_ok=True)
@@ -89,9 +90,8 @@ class OutputFile:
         return f"{redacted(text)} ..."
 
     def after_fork(self) -> None:
-        """In a forked process: another thread of the parent may have held the lock, and an agent forks processes of
-        the run, which have ranks."""
-        self._lock, self._rank_of = threading.RLock(), _own_rank
+        """In a forked process: another thread of the parent may have held the lock."""
+        self._lock = threading.RLock()
 
     def close(self) -> None:
         """Write no more."""
