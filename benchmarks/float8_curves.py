@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.every_layer_in_float8 import measure_no_layer
+from benchmarks.float8_by_name import keep_exact
 from benchmarks.training import SHAPES, Run, train_and_compare, write_documents
 from strata_platform.runs import MetricPoint
 from tasks.runtime.run_folder.metrics_file import read_points
@@ -68,7 +68,7 @@ def metrics_of(run: Curve, out: Path) -> Path:
 
 def train(run: Curve, out: Path) -> None:
     """Train in this process."""
-    measure_no_layer()
+    keep_exact()
     train_and_compare(run, out)
 
 
