@@ -27,13 +27,13 @@ from strata_platform.spec import RunSpec
 from tasks.paths import directory, fetched, is_local
 from tasks.runtime.metrics import startup
 from tasks.runtime.process.error_explanations import MemoryKills
+from tasks.runtime.process.forks import prepare_to_fork
 from tasks.runtime.run_folder.kept_logs import kept_logs
 from tasks.steps.train_step import (
     described,
     end_stopped_pod,
     error_files,
     prepare_pod,
-    prepare_to_fork,
     reason_of_exit,
     wait_for_main_pod,
 )
@@ -79,7 +79,10 @@ class TrainingTask(PytorchElasticFunctionTask):
         startup.mark("data")
         # On one machine, the process is not ours alone: it may have used a GPU, or threads.
         if not is_local():
-            self.task_config.start_method = "fork" if prepare_to_fork() else "spawn"
+            self.task_config.start_method = "fork" if prepare_to_fork("training processes") else "spawn"
+            # The collector of a fork would walk, and so copy, all that is imported.
+            gc.collect()
+            gc.freeze()
             startup.mark("imports before the fork")
         kills = MemoryKills()
         try:

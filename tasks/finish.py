@@ -14,6 +14,7 @@ from strata_platform.pod_settings import RETRIES
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.attempts import retried_by_flyte
 from tasks.paths import directory, fetched, file, is_local, is_stored
+from tasks.runtime.process import forks
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.run_folder.kept_logs import kept_logs
 from tasks.runtime.run_folder.record import CompletionRecord
@@ -28,11 +29,14 @@ class Exported(NamedTuple):
     record: FlyteFile
 
 
-@task(retries=RETRIES, enable_deck=True, deck_fields=(), environment={progress_line.VARIABLE: "1"})
+@task(retries=RETRIES, enable_deck=True, deck_fields=(), environment={progress_line.VARIABLE: "1", **forks.ENVIRONMENT})
 def finish(spec: RunSpec, record: CompletionRecord, weights: FlyteDirectory, data: FlyteDirectory) -> Exported:
     """Evaluate a complete run, and write the model, the report and the record. The report is also the task's Deck."""
     configure_logging()
     with nullcontext() if is_local() else kept_logs(spec), retried_by_flyte():
+        if not is_local():
+            # While nothing has used a GPU or threads of torch; on one machine, this process is not ours alone.
+            forks.start_server("processes that read the exported model")
         done = steps.finish(spec, record, fetched(weights), fetched(data))
     Deck("Training", done.report)
     outputs = Exported(directory(done.folder.model), file(done.folder.report), file(done.folder.record))

@@ -14,6 +14,8 @@ from flytekit.exceptions.system import FlyteDownloadDataException, FlyteUploadDa
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
+# Registers the type with flytekit, before the tasks are made.
+from tasks import spec_type  # noqa: F401
 from tasks.attempts import retried_by_flyte
 from tasks.steps.retry import Patience
 

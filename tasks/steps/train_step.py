@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import logging
 import os
@@ -11,7 +9,6 @@ import signal
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,11 +20,12 @@ from strata_platform.runs import Stage
 from strata_platform.spec import RunSpec
 from tasks.runtime.metrics import startup
 from tasks.runtime.metrics.progress import report_progress
+from tasks.runtime.process import forks
 from tasks.runtime.process.error_explanations import MemoryKills, reason_to_retry
 from tasks.runtime.process.errors import is_final
 from tasks.runtime.process.imports import uncollected
 from tasks.runtime.process.log import configure_logging
-from tasks.runtime.process.signals import Preempted, die_with_agent, keep_sigterm_from_forks, raise_on_sigterm
+from tasks.runtime.process.signals import Preempted, die_with_agent, raise_on_sigterm
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.steps.retry import Retry
@@ -45,15 +43,12 @@ MONITOR_SECONDS = 1
 RENDEZVOUS = {"timeout": 900, "join_timeout": 900, "read_timeout": 900}
 ENVIRONMENT = {
     **pod_settings.ENVIRONMENT,
+    **forks.ENVIRONMENT,
     # torch 2.11 ignores the variable and gives workers 30 s.
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(STOP_SECONDS),
-    # The agent asks whether there are GPUs, before it forks. After it has asked the driver, no fork could use them.
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 
 
-# Most of what training processes import, but nothing that asks for GPUs when it is imported, as torchao does.
-_PRELOADED = ("torch._dynamo", "transformers", "accelerate", "strata_kernels")
 # Beside the error file of a process whose error no other start mends.
 _FINAL = "final.json"
 
@@ -148,53 +143,6 @@ def prepare_pod(spec: RunSpec) -> None:
     report_progress(stage=Stage.WARM_UP)
     warm_up_pod(spec, RunFolder.of(spec))
     startup.mark("warm-up")
-
-
-def prepare_to_fork() -> bool:
-    """In a pod's agent: import what its training processes will, and whether they may be forks of this process then.
-
-    A fork starts in milliseconds, at the start of the pod and after each failure in it, where an interpreter imports
-    for many seconds of a core; and the processes share the memory of what is imported.
-    """
-    with uncollected():
-        for module in _PRELOADED:
-            import_module(module)
-    if not _forks_may_use_gpus():
-        log.warning(
-            "training processes import everything anew: this process has opened a GPU, which no fork may use then"
-        )
-        return False
-    # The collector of a fork would walk, and so copy, all that is imported.
-    gc.collect()
-    gc.freeze()
-    keep_sigterm_from_forks()
-    return True
-
-
-def _forks_may_use_gpus() -> bool:
-    """Whether a fork of this process can start the GPUs' driver, if there is one; not after this process has."""
-    pid = os.fork()
-    if pid == 0:
-        usable = False
-        try:
-            usable = _driver_starts()
-        finally:
-            os._exit(0 if usable else 1)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
-def _driver_starts() -> bool:
-    import torch
-
-    asked = torch.cuda._is_in_bad_fork()
-    if torch.version.hip:
-        return not asked
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return True
-    # CUDA_ERROR_NOT_INITIALIZED. That there is no GPU is another error.
-    return not asked and driver.cuInit(0) != 3
 
 
 def error_files(reported: ChildFailedError) -> list[ProcessFailure]:

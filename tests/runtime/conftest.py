@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -24,12 +23,8 @@ def output(tmp_path_factory):
 @pytest.fixture(scope="module")
 def forked_readers() -> Iterator[None]:
     """Forks read what is exported; in `workflows/test_finetune` an interpreter of its own does."""
-    from tasks.runtime.export import adapter_export, check_folder
-
-    forks = SimpleNamespace(run=partial(fork_server.run, env=fork_server.clean_environment()))
-    with ExitStack() as held:
-        for module in (adapter_export, check_folder):
-            held.enter_context(mock.patch.object(module, "subprocess", forks))
+    readers = SimpleNamespace(run=partial(fork_server.run, env=fork_server.clean_environment()))
+    with mock.patch("tasks.runtime.process.forks.subprocess", readers):
         yield
 
 

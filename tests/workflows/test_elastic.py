@@ -16,8 +16,8 @@ from flytekit.types.directory import FlyteDirectory
 from strata_platform import kept_log
 from strata_platform.spec import RunSpec
 from tasks import finish, topology
+from tasks.runtime.process import forks
 from tasks.runtime.run_folder import kept_logs
-from tasks.steps import train_step
 from tasks.steps.train_step import ENVIRONMENT, wait_for_main_pod
 from tests.helpers import fork_server
 
@@ -117,6 +117,8 @@ def test_a_pod_that_evaluates_keeps_its_log(tmp_path, monkeypatch):
     for module in (finish, kept_logs):
         monkeypatch.setattr(module, "configure_logging", lambda: None)
     monkeypatch.setattr(finish.steps, "finish", fail)
+    # It would stay with the tests.
+    monkeypatch.setattr(finish.forks, "start_server", lambda what: None)
     spec, folder = RunSpec(output=str(tmp_path)), FlyteDirectory(str(tmp_path))
     with pytest.raises(ValueError, match="another run"):
         finish.finish.task_function(spec=spec, record=None, weights=folder, data=folder)
@@ -162,9 +164,9 @@ def test_processes_are_forked_where_forks_can_use_gpus(monkeypatch, driver, torc
             raise OSError(f"{name}: cannot open shared object file")
         return SimpleNamespace(cuInit=lambda flags: driver)
 
-    monkeypatch.setattr(train_step.ctypes, "CDLL", library)
+    monkeypatch.setattr(forks.ctypes, "CDLL", library)
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: torch_asked)
-    assert train_step._forks_may_use_gpus() is expected
+    assert forks._forks_may_use_gpus() is expected
 
 
 def test_a_pod_that_is_done_waits_until_it_is_stopped():

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.core.type_engine import TypeEngine
+from flytekit.extras.pydantic_transformer.transformer import PydanticTransformer
 from flytekit.models.core.types import BlobType
 from flytekit.models.launch_plan import LaunchPlan
 from flytekit.models.task import Resources
@@ -46,6 +47,12 @@ def sent_with(entity):
 @pytest.fixture(scope="module")
 def registered():
     return sent_with(finetune)
+
+
+def test_flytes_type_of_a_spec_is_flytekits_and_made_once():
+    found = TypeEngine.to_literal_type(RunSpec)
+    assert found.to_flyte_idl() == PydanticTransformer().get_literal_type(RunSpec).to_flyte_idl()
+    assert TypeEngine.to_literal_type(RunSpec) is found
 
 
 FINETUNE = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -19,6 +18,7 @@ from tasks.runtime.export.check_folder import difference, expected_of, tolerance
 from tasks.runtime.models.adapter_folder import write_adapter
 from tasks.runtime.models.build import build_model
 from tasks.runtime.models.trained_weights import build_adapted_model, initial_matrices
+from tasks.runtime.process.forks import run_module
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +52,7 @@ def export_adapter(
         # The matrices of PiSSA written for the original weights are differences, whose parts are rounded each.
         tolerance = tolerance_of(expected) * (_ROUNDED_PARTS if initial else 1)
         arguments = [str(folder / FOLDER), spec.model_dump_json(), str(given), str(device), str(tolerance)]
-        done = subprocess.run(
-            [sys.executable, "-m", "tasks.runtime.export.adapter_export", *arguments], text=True, capture_output=True
-        )
+        done = run_module("tasks.runtime.export.adapter_export", arguments)
     wrong = f"it cannot be read (exit code {done.returncode}): {done.stderr.strip()[-2000:]}"
     if done.returncode == 0:
         wrong = json.loads(done.stdout.splitlines()[-1])

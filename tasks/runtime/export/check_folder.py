@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -27,6 +26,7 @@ from tasks.runtime.models.custom_code import register_custom_code
 from tasks.runtime.models.media_inputs import sample_inputs
 from tasks.runtime.models.pretrained import load_pretrained
 from tasks.runtime.models.score_head import head_of
+from tasks.runtime.process.forks import run_module
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -154,9 +154,7 @@ def verify(
         given = Path(temporary) / "expected.safetensors"
         save_file(expected, given)
         arguments = [str(folder), str(given), str(device), attention, file, stored, "code" if runs_code else ""]
-        done = subprocess.run(
-            [sys.executable, "-m", "tasks.runtime.export.check_folder", *arguments], text=True, capture_output=True
-        )
+        done = run_module("tasks.runtime.export.check_folder", arguments)
     if done.returncode == 0:
         wrong, close = json.loads(done.stdout.splitlines()[-1])
     else:

@@ -68,7 +68,7 @@ def main():
     from flytekit.clis.sdk_in_container.pyflyte import main
 
     from tasks.elastic import TrainingTask
-    from tasks.runtime.export import adapter_export, check_folder
+    from tasks.runtime.process import forks
 
     plain_execute = TrainingTask._execute
 
@@ -77,8 +77,7 @@ def main():
         return plain_execute(self, **inputs)
 
     TrainingTask._execute = execute
-    for module in (adapter_export, check_folder):
-        module.subprocess = SimpleNamespace(run=run)
+    forks.subprocess = SimpleNamespace(run=run)
     main()
 
 
