@@ -1,7 +1,8 @@
 """Where the time of a small run goes, from its submission to the second step and to its end.
 
-    KUBECONFIG=... FLYTECTL_CONFIG=... python -m benchmarks.first_step --image IMAGE [--runs 3]
+    KUBECONFIG=... FLYTECTL_CONFIG=... python -m benchmarks.first_step --version VERSION | --image IMAGE [--runs 3]
 
+VERSION is a release, whose code is its image's, and IMAGE what the working copy runs in, whose code each pod fetches.
 Submits the two-pod run of tests/e2e/spec.yaml once, so that its data are prepared and the workflow is registered, then
 again under other names. The last of them is submitted once more after its end. Prints the rows of a table: median,
 least, most.
@@ -65,10 +66,10 @@ class Measured:
     """Training jobs that the latter started."""
 
 
-def measure(image: str, place: tuple[str, str], count: int) -> Measured:
+def measure(version: str | None, image: str | None, place: tuple[str, str], count: int) -> Measured:
     """Follow `count` runs to their ends, after one that prepares the data; then submit the last one again."""
     config.load_kube_config()
-    runs = Client(FlyteBackend(*place, image=image, source=ROOT), poll=0.5)
+    runs = Client(FlyteBackend(*place, version=version, image=image, source=ROOT), poll=0.5)
     moments = Moments("-".join(place))
     names = [f"first-step-{time.time_ns() // 10**9}-{number}" for number in range(count + 1)]
     _, *rows = [measured(runs, moments, name) for name in names]
@@ -94,12 +95,14 @@ def show_stages(found: Measured) -> None:
 def measure_as_asked(description: str | None) -> Measured:
     """`measure` with the arguments of the command line."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--image", required=True, help="the project's image")
+    code = parser.add_mutually_exclusive_group(required=True)
+    code.add_argument("--version", help="a registered version")
+    code.add_argument("--image", help="the project's image, for the working copy")
     parser.add_argument("--project", default="flytesnacks")
     parser.add_argument("--domain", default="development")
     parser.add_argument("--runs", type=int, default=3)
     asked = parser.parse_args()
-    return measure(asked.image, (asked.project, asked.domain), asked.runs)
+    return measure(asked.version, asked.image, (asked.project, asked.domain), asked.runs)
 
 
 def main() -> None:

@@ -172,7 +172,7 @@ def test_list_and_get_mean_the_execution_that_the_console_relaunched(cluster, st
 @pytest.mark.slow
 def test_the_notebook_submits_through_the_client_and_through_flytes_own(tmp_path):
     place = ["--project", PROJECT, "--domain", DOMAIN, "--version", f"release-{time.time_ns()}"]
-    release = [*place, "--copy", "all", "--destination-dir", ".", "--image", os.environ["STRATA_E2E_IMAGE"]]
+    release = [*place, "--copy", "none", "--image", os.environ["STRATA_E2E_IMAGE"]]
     pyflyte = [Path(sys.executable).with_name("pyflyte"), "register", *release, "--activate-launchplans"]
     subprocess.run([*pyflyte, "workflows/finetune.py"], cwd=ROOT, check=True, timeout=300)
     own = {"STRATA_BACKEND": "flyte", "STRATA_PROJECT": PROJECT, "STRATA_DOMAIN": DOMAIN, "TMPDIR": str(tmp_path)}

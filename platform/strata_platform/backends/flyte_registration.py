@@ -27,9 +27,8 @@ log = logging.getLogger(__name__)
 
 WORKFLOW = "workflows.finetune.finetune"
 _FILE = Path("workflows") / "finetune.py"
-_RELEASE = (
-    "pyflyte register --copy all --destination-dir . --image IMAGE --version VERSION --activate-launchplans workflows"
-)
+# Of the code in the image, which has it compiled, so that no pod fetches and unpacks it.
+_RELEASE = "pyflyte register --copy none --image IMAGE --version VERSION --activate-launchplans workflows"
 # What no package of the code has, where there is no git to say so.
 _LEFT_OUT = frozenset({".git", ".venv", "__pycache__", "out", "node_modules"})
 

@@ -50,15 +50,16 @@ STORE, FLYTE, NAMES = "10.88.0.1", "10.96.0.81", "10.96.0.10"
 BRIDGE = "0a:58:0a:58:00:01"
 # Of a second store, in which each tenant has an account.
 ACCOUNTS = 9002
-# Folders of this machine that pods see read-only, at the same paths. The workflow's own code travels with it.
+# Folders of this machine that pods see read-only, at the same paths. The code of a working copy travels with it.
 SEEN = {
     "usr": Path("/usr"),
     "python": Path(sys.base_prefix),
     "venv": Path(sys.prefix),
     "kernels": ROOT / "kernels",
     "platform": ROOT / "platform",
-    # For runs without Flyte, whose code is the image's.
+    # For releases, and runs without Flyte, whose code is the image's.
     "tasks": ROOT / "tasks",
+    "workflows": ROOT / "workflows",
     # NVML of GPUs that a file describes.
     "nvml": STATE / "nvml",
 }
@@ -196,7 +197,7 @@ def install() -> None:
         apply(*stand_in_rights())
     install_stack()
     # As in an image. Pods see them read-only, and each of their processes would compile them again.
-    for name in ("kernels", "platform", "tasks"):
+    for name in ("kernels", "platform", "tasks", "workflows"):
         compileall.compile_dir(SEEN[name], quiet=1)
     RUNS.mkdir(mode=0o777, parents=True)
     apply(*claims())
