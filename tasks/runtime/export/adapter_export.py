@@ -37,7 +37,7 @@ def export_adapter(
     `weights`: the folder of `collect_weights`.
 
     Raises:
-        ValueError: a fresh process reads another model from the folder than the trained one.
+        ValueError: the process that reads the folder finds another model than the trained one.
     """
     assert isinstance(spec.adapter, Lora)
     model = build_adapted_model(spec, weights).model
@@ -61,7 +61,7 @@ def export_adapter(
             f"the exported adapter in {folder / FOLDER} is not the trained one: {wrong}. It replaces no earlier "
             "export, and the run's checkpoints are complete. Start the run again to export once more"
         )
-    log.info("verified: a fresh process reads the same adapter with PEFT")
+    log.info("verified: another process reads the same adapter with PEFT")
 
 
 def main() -> None:

@@ -96,7 +96,7 @@ def write_model(spec: RunSpec, data: PreparedData, weights: Path, folder: Path) 
         torch.cuda.empty_cache()
     runs_code = bool(spec.model.trust_remote_code)
     verify(folder, expected | media, device, spec.model.attention, runs_code=runs_code)
-    log.info("verified: a fresh process reads the same model from its folder")
+    log.info("verified: another process reads the same model from its folder")
     write_formats(spec.export, spec.name, folder, expected, device)
     if "adapter" in spec.export.formats:
         export_adapter(spec, weights, folder, tokenizer, device)
