@@ -6,6 +6,9 @@ the result is checked against the rendering of the whole chat. Some templates re
 follow, for example to drop their reasoning. Such a chat becomes one document per assistant turn, each in the context
 that the model has at inference, with loss on that turn only.
 
+If a template writes no end token after a turn, as GLM's, the special token that begins the next message carries loss, or
+the model would never stop.
+
 A template whose turn does not begin with its own generation prompt is rejected. So is a row whose messages, tools, tool
 calls or reasoning the template omits, or with a role that it does not know. An assistant message with `weight: 0` is
 part of the context and carries no loss.
@@ -139,6 +142,7 @@ class ChatTemplate:
         self._marked = _GENERATION.search(source) is not None
         self._reads_tools = re.search(r"\btools\b", source) is not None
         self._special = special_tokens_of(tokenizer)
+        self._next_token: str | None = None
         self._check = MessageCheck(source, self._apply)
 
     def render(
@@ -163,12 +167,15 @@ class ChatTemplate:
         else:
             whole, documents = self._located_turns(messages, learned, context, where, tools, one=train_on == "all")
         self._check.require_all(messages, whole, where, tools)
+        # The template rewrites turns, so that each has a document of its own.
+        split = documents[0].text != whole
+        if not self._marked:
+            documents = [self._with_ends(document, where) for document in documents]
         if others:
             extra = self._content_spans(messages, others, whole, where, tools)
-            if documents[0].text != whole:
-                # The template rewrites turns, so that each has a document of its own.
+            if split:
                 return [*documents, Rendered(whole, extra)]
-            documents = [Rendered(whole, sorted([*documents[0].learned, *extra]))]
+            documents = [Rendered(documents[0].text, sorted([*documents[0].learned, *extra]))]
         return documents
 
     def render_prompt(self, messages: Messages, where: str, tools: Tools | None = None) -> Rendered:
@@ -329,6 +336,34 @@ class ChatTemplate:
         """`end` without white space that the template adds after the token that ends the turn."""
         turn = text[begin:end].rstrip()
         return begin + len(turn) if turn.endswith(self._special) else end
+
+    def _with_ends(self, document: Rendered, where: str) -> Rendered:
+        """The document, in which the special token that begins the next message ends a learned turn that has no end
+        token of its own, as in GLM's templates: generation ends there, too.
+        """
+        text, learned = document.text, []
+        for begin, end in document.learned:
+            token = ""
+            if not text[begin:end].endswith(self._special):
+                if end == len(text):
+                    text += self._token_after_turn(where)
+                header = text[max(text.rfind(token, 0, begin) for token in self._special) : begin]
+                if not text.startswith(header, end):  # Not if the assistant goes on in another message.
+                    token = next((token for token in self._special if text.startswith(token, end)), "")
+            learned.append((begin, end + len(token)))
+        return Rendered(text, learned, document.context)
+
+    def _token_after_turn(self, where: str) -> str:
+        """The special token with which the template begins the user's message after an answer; empty if none does."""
+        if self._next_token is None:
+            talk = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
+            try:
+                (answered, _), (asked, _) = self._apply([(talk[:2], False), (talk, False)], where, None)
+            except RowError:
+                answered = asked = ""
+            rest = asked.removeprefix(answered) if asked.startswith(answered) else ""
+            self._next_token = next((token for token in self._special if rest.startswith(token)), "")
+        return self._next_token
 
     def _render_marked(self, messages: Messages, where: str, tools: Tools | None) -> tuple[str, list[Span]]:
         ((text, spans),) = self._apply([(messages, False)], where, tools, return_assistant_tokens_mask=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,11 @@ DEFAULTED = (
     "{% if loop.first and m.role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As GLM's: no token ends a turn, and the one that begins the next message does.
+UNENDED = (
+    "{% for m in messages %}<|im_end|>{{ m.role }}\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_end|>assistant\n{% endif %}"
 )
 PLAIN = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -278,6 +285,61 @@ def test_a_template_without_special_tokens_keeps_the_white_space_it_ends_turns_w
     tokenizer: PreTrainedTokenizerFast, file: Any
 ) -> None:
     assert _learned(tokenizer, file(PLAIN), TALK[1:3]) == [("user: Hello?\nassistant: Hi.\n", ["Hi.\n"])]
+
+
+def test_a_turn_without_an_end_token_ends_with_the_one_that_begins_the_next_message(
+    tokenizer: PreTrainedTokenizerFast, file: Any
+) -> None:
+    whole = "".join(f"<|im_end|>{m['role']}\n{m['content']}" for m in TALK)
+    turns = ["Hi.<|im_end|>", "\nFine <b>\n\nthanks\n<|im_end|>"]
+    assert _learned(tokenizer, file(UNENDED), TALK) == [(whole, turns)]
+    ended = whole.removesuffix("user\nBye.")
+    assert _learned(tokenizer, file(UNENDED), TALK[:-1]) == [(ended, turns)]
+    assert _learned(tokenizer, file(UNENDED), TALK[:-1], train_on=("system", "assistant"))[0][0] == ended
+    ((text, _),) = _learned(tokenizer, file(UNENDED), TALK[:-1], train_on="all")
+    assert text == ended
+    talk = [*TALK[:4], {**TALK[4], "weight": 0}]
+    assert _learned(tokenizer, file(UNENDED), talk) == [(ended.removesuffix("<|im_end|>"), turns[:1])]
+    # Nothing ends a turn that the assistant goes on after.
+    row = [*TALK[1:3], {"role": "assistant", "content": "Fine."}]
+    ((text, runs),) = _learned(tokenizer, file(UNENDED), row)
+    assert text.endswith("<|im_end|>assistant\nHi.<|im_end|>assistant\nFine.<|im_end|>")
+    assert runs == ["Hi.", "Fine.<|im_end|>"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
+@pytest.mark.parametrize("family", ["glm4moe", "llama3", "qwen2_5", "lfm2_v2", "muse_glimmer"])
+def test_turns_of_templates_as_published_are_those_of_trl(
+    tokenizer: PreTrainedTokenizerFast, family: str, file: Any
+) -> None:
+    """TRL masks by copies of its own of the templates, with marks. Beside what is learned here some of them mark the
+    role before a turn or white space behind it.
+    """
+    folder = Path(str(importlib.util.find_spec("trl").submodule_search_locations[0])) / "chat_templates"
+    published, marked = ((folder / f"{name}.jinja").read_text() for name in (family, f"{family}_training"))
+    tokenizer = copy.deepcopy(tokenizer)
+    names = sorted({*re.findall(r"<\|[a-z_]+\|>", published + marked), *tokenizer.all_special_tokens})
+    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    tools = [
+        {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+    ]
+    called = [TALK[1], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    called += [{"role": "tool", "name": "add", "content": "4"}, TALK[2]]
+    for messages, offered in ((TALK[:3], None), (TALK[:5], None), (called, tools)):
+        if offered and family == "llama3":
+            continue
+        template = ChatTemplate(published, tokenizer)
+        ((text, learned, _),) = template.render([dict(message) for message in messages], "row 1", offered)
+        found = tokenizer.apply_chat_template(
+            messages, tools=offered, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True
+        )
+        runs = [""]
+        for token, target in zip(found["input_ids"], found["assistant_masks"], strict=True):
+            runs[-1] += tokenizer.decode([token]) if target else ""
+            runs += [""] if runs[-1] and not target else []
+        theirs = [run.strip().removeprefix("<|start|>assistant").strip() for run in runs if run]
+        assert [text[begin:end].strip() for begin, end in learned] == theirs
 
 
 def test_an_opening_by_the_assistant_and_turns_in_a_row(tokenizer: PreTrainedTokenizerFast) -> None:
