@@ -6,8 +6,8 @@ the result is checked against the rendering of the whole chat. Some templates re
 follow, for example to drop their reasoning. Such a chat becomes one document per assistant turn, each in the context
 that the model has at inference, with loss on that turn only.
 
-If a template writes no end token after a turn, as GLM's, the special token that begins the next message carries loss, or
-the model would never stop.
+If a template writes no end token after a turn, as GLM's, the special token that begins the next message carries loss,
+or the model would never stop.
 
 A template whose turn does not begin with its own generation prompt is rejected. So is a row whose messages, tools, tool
 calls or reasoning the template omits, or with a role that it does not know. An assistant message with `weight: 0` is
