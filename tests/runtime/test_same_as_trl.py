@@ -5,12 +5,13 @@ All rows are one batch, so that the order of the data, which is the project's ow
 
 import importlib
 import importlib.util
+import math
 from typing import get_args
 
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.objectives import Distill, DpoLoss
@@ -184,6 +185,28 @@ def test_losses_and_norms_are_those_of_trl(output, name):
     assert found[-1][0] < 0.8 * found[0][0] or name in ("kto", "apo", "reward")
     if name == "kto":
         assert read_points(RunFolder.of(spec_of(output, name)).metrics)[-1].metrics["kl"] > 0.1
+
+
+def test_answers_are_compared_without_dropout(output):
+    """Of a model whose config has dropout, TRL turns it off."""
+    tokenizer = AutoTokenizer.from_pretrained(output / "pretrained")
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_embd=32, n_layer=1, n_head=2, n_positions=128,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    assert config.resid_pdrop == config.attn_pdrop == config.embd_pdrop == 0.1
+    GPT2LMHeadModel(config).save_pretrained(output / "gpt2")
+    tokenizer.save_pretrained(output / "gpt2")
+    spec = spec_of(output, "dpo")
+    found = ours(RunSpec.model_validate({**dict(spec), "name": "gpt2", "model": {"name": f"{output}/gpt2"}}))
+    assert found[0][0] == pytest.approx(math.log(2), rel=1e-6)
+    model = AutoModelForCausalLM.from_pretrained(output / "gpt2", dtype=torch.float32)
+    trainer = trainer_of(output, "DPO", PAIRS, {"beta": 0.2}, model, processing_class=tokenizer)
+    trainer.train()
+    expected = [(point["loss"], point["grad_norm"]) for point in trainer.state.log_history if "loss" in point]
+    for step in range(STEPS):
+        assert found[step] == pytest.approx(expected[step], rel=1e-5), f"step {step + 1}"
 
 
 @pytest.mark.parametrize("framework", ["hf", "lightning", "torch"])

@@ -94,7 +94,11 @@ class Lora(Section):
     r: Integer = Field(16, ge=1, le=16384, description="Rank of the matrices.")
     lora_alpha: Number = Field(32, gt=0, le=1e6, description="The adapter's output is scaled by `lora_alpha / r`.")
     lora_dropout: Number = Field(
-        0.0, ge=0, lt=1, description="Dropout probability of the adapter's inputs in training."
+        0.0,
+        ge=0,
+        lt=1,
+        description="Dropout probability of the adapter's inputs in training. Objectives that compare answers, such as "
+        "`dpo` and `reward`, train without any dropout.",
     )
     target_modules: tuple[Text, ...] = Field(
         (),

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from strata_kernels import PatchReport
 from strata_platform.spec import RunSpec
+from strata_platform.spec.objectives import LABELLED, PAIRED
 from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data.dataset import Batch, Row
 from tasks.runtime.models.build import (
@@ -18,6 +19,7 @@ from tasks.runtime.models.build import (
     has_fused_loss,
     prepare_for_training,
 )
+from tasks.runtime.models.dropout import turn_dropout_off
 from tasks.runtime.models.float8 import use_float8
 from tasks.runtime.models.fused_adapters import fuse_adapters
 from tasks.runtime.models.media_inputs import with_model_inputs
@@ -43,6 +45,8 @@ class TrainingStep:
     """The operators that the kernel layer replaced; None if `kernels.enabled` is false."""
     varlen: bool
     """Whether attention runs from sequence to sequence of a packed row, without masks."""
+    dropout_off: bool
+    """Whether dropout of the model or its adapter is off because the objective compares answers."""
 
 
 def build_training_step(
@@ -65,6 +69,8 @@ def build_training_step(
     patched = prepare_for_training(model, spec.kernels, spec.training)
     # After the kernel layer, which proves modules by the class that they have in the model's code.
     use_float8(model, spec.training)
+    # Noise of the model alone would count as its difference from the reference model, or of one answer from the other.
+    dropout_off = spec.objective.type in (*PAIRED, *LABELLED) and turn_dropout_off(model)
     if patched is not None:
         fuse_adapters(model)
     collate = with_model_inputs(collator(spec.model.attention), model, data)
@@ -72,4 +78,5 @@ def build_training_step(
     if varlen:
         set_varlen_attention(model)
         collate = with_cu_seqlens(collate)
-    return TrainingStep(model, build_objective(spec, fused=has_fused_loss(patched)), collate, patched, varlen)
+    objective = build_objective(spec, fused=has_fused_loss(patched))
+    return TrainingStep(model, objective, collate, patched, varlen, dropout_off)

@@ -470,6 +470,8 @@ def _log_summary(run: Session, step: TrainingStep, steps: int, resume_from: Path
         log.warning("optimizer.paged has no effect without a GPU: moments are in ordinary memory")
     if run.spec.training.activation_offloading and run.processes.device.type == "cpu":
         log.warning("training.activation_offloading has no effect without a GPU: activations are in host memory")
+    if step.dropout_off:
+        log.info("dropout: off, of the model and its adapter: %s compares answers", run.spec.objective.type)
     if step.varlen:
         by = f", by flash-attn-4 {flash_4}" if (flash_4 := usable_version(model.config)) else ""
         log.info("attention: varlen, without masks%s", by)

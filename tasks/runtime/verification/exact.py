@@ -14,13 +14,14 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data.loader import training_loader
 from tasks.runtime.models.build import build_model, freeze_non_text_parameters, set_special_tokens
+from tasks.runtime.models.dropout import turn_dropout_off
 from tasks.runtime.models.lora import add_adapter
 from tasks.runtime.models.media_inputs import with_model_inputs
 from tasks.runtime.objectives import ObjectiveContext, build_objective
 from tasks.runtime.objectives.distill import Distill
 from tasks.runtime.parallel.single import Single
 from tasks.runtime.process.ranks import Processes
-from tasks.runtime.verification.observe import Step, without_dropout
+from tasks.runtime.verification.observe import Step
 from tasks.runtime.verification.subject import changed
 
 
@@ -77,7 +78,7 @@ def in_double(model: PreTrainedModel, data: PreparedData, device: torch.device) 
     set_special_tokens(model, data.tokenizer())
     if not data.manifest.has_media:
         freeze_non_text_parameters(model)
-    without_dropout(model)
+    turn_dropout_off(model)
     return model.double().to(device).train()
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from strata_platform.spec import RunSpec
 from tasks.runtime.checkpoint.state import FlatStateOptimizer
 from tasks.runtime.data import PreparedData
+from tasks.runtime.models.dropout import turn_dropout_off
 from tasks.runtime.training.frameworks import load_framework
 from tasks.runtime.training.job import Framework, Job
 from tasks.runtime.training.session import session
@@ -45,7 +46,8 @@ def first_step(spec: RunSpec, data: PreparedData) -> Step:
         raise _Seen
 
     def framework(job: Job) -> None:
-        without_dropout(job.unwrapped_model)
+        # Runs that differ in any way would draw different random numbers.
+        turn_dropout_off(job.unwrapped_model)
         vars(job)["clip_gradients"] = lambda: look(job)
         load_framework(spec.runtime.framework)(job)
 
@@ -57,7 +59,8 @@ def with_job(spec: RunSpec, data: PreparedData, look: Callable[[Job], None]) -> 
     """Build the job of `spec` as training does, call `look` with it, and take no step."""
 
     def framework(job: Job) -> None:
-        without_dropout(job.unwrapped_model)
+        # Runs that differ in any way would draw different random numbers.
+        turn_dropout_off(job.unwrapped_model)
         job.begin()
         look(job)
         raise _Seen
@@ -72,15 +75,6 @@ def _leave_when_seen(spec: RunSpec, data: PreparedData, framework: Framework) ->
         except _Seen:
             return
     raise RuntimeError("the framework ended before the first optimizer step")
-
-
-def without_dropout(model: nn.Module) -> None:
-    """Turn dropout off: runs that differ in any way would draw different random numbers."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            vars(module)["attention_dropout"] = 0.0
 
 
 def _loss(job: Job) -> float:

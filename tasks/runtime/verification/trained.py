@@ -15,6 +15,7 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.checkpoint.flat_shard import local_values
 from tasks.runtime.data.dataset import Batch, document_of
 from tasks.runtime.models.build import build_model
+from tasks.runtime.models.dropout import turn_dropout_off
 from tasks.runtime.models.lora import add_adapter
 from tasks.runtime.models.trained_weights import collect_weights
 from tasks.runtime.objectives.objective import model_inputs, without_varlen_inputs
@@ -28,7 +29,6 @@ from tasks.runtime.training.frameworks import load_framework
 from tasks.runtime.training.job import Job
 from tasks.runtime.training.session import session
 from tasks.runtime.training.train import train
-from tasks.runtime.verification.observe import without_dropout
 from tasks.runtime.verification.subject import Subject, changed
 
 STEPS = 4
@@ -105,7 +105,7 @@ class _Watch:
         self._done = 0
 
     def __call__(self, job: Job) -> None:
-        without_dropout(job.unwrapped_model)
+        turn_dropout_off(job.unwrapped_model)
         self._before = {name: parameter.detach().clone() for name, parameter in job.unwrapped_model.named_parameters()}
         self._exact = _exact_copy(job.unwrapped_model, self._spec)
         self._optimizer = build_optimizer(self._exact, changed(self._spec, {"model": {"dtype": "float32"}}))
