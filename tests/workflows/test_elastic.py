@@ -18,19 +18,22 @@ from strata_platform.spec import RunSpec
 from tasks import finish, topology
 from tasks.runtime.process import forks
 from tasks.runtime.run_folder import kept_logs
-from tasks.steps.train_step import ENVIRONMENT, wait_for_main_pod
+from tasks.steps.train_step import wait_for_main_pod
 from tests.helpers import fork_server
 
 ROOT = Path(__file__).parents[2]
 
 CODE = """
-import sys
+import os, sys
 from pathlib import Path
 from types import SimpleNamespace
+from tasks.steps import train_step
+where, how, start_method = sys.argv[3:]
+if where == "cluster":
+    os.environ.update(train_step.ENVIRONMENT)
 from flytekit.exceptions.user import FlyteRecoverableException
 from tasks import elastic
 from tests.workflows.helpers.elastic_tasks import run
-where, how, start_method = sys.argv[3:]
 elastic.is_local = lambda: where == "local"
 if how == "killed":
     elastic.MemoryKills = lambda: SimpleNamespace(sentence=lambda asked: f"the container's memory was used up, {asked}")
@@ -81,15 +84,15 @@ except BaseException as error:
 def test_end_of_an_attempt(name, where, says, tmp_path):
     (tmp_path / "shard").touch()
     name, _, how = name.partition(" ")
-    # Workers that are spawned import all that the agent has imported. In a pod they are forks of an agent that has
-    # asked for no GPU, as the tests' server has. In the other cases they are forks for the sake of time alone.
-    spawned = where == "cluster" or how == "by mistake" or name == "whose_pod_is_stopped"
-    start, method = (subprocess.run, "spawn") if spawned else (fork_server.run, "fork")
+    # An agent that is told to stop is an interpreter of its own, and on one machine so are its workers: what a signal
+    # raises within a fork is lost. The others are forks for the sake of time. In a pod all workers are forks of an
+    # agent that has asked for no GPU, as the tests' server has.
+    start, method = (subprocess.run, "spawn") if name == "whose_pod_is_stopped" else (fork_server.run, "fork")
     # In a process of its own: the agent takes signals, and one of the tasks sends it one.
     ended = start(
         [sys.executable, "-c", CODE, name, str(tmp_path), where, how.replace(" ", "-"), method],
         cwd=ROOT,
-        env=fork_server.clean_environment(**(ENVIRONMENT if where == "cluster" else {})),
+        env=fork_server.clean_environment(),
         text=True,
         capture_output=True,
         timeout=600,
