@@ -9,48 +9,23 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-# Few processes, about as long as each other, since a process takes some seconds to start.
-FILES = {
-    "norms": [
-        "test_launch.py",
-        "test_norm.py",
-        "test_rms_norm.py",
-        "test_add_rms_norm.py",
-        "test_layer_norm.py",
-    ],
-    "other norms": ["test_group_norm.py", "test_modulated_norm.py", "test_poly_norm.py"],
-    "rotary": ["test_rope.py", "test_rotations.py", "test_qk_norm_rope.py"],
-    "activations": [
-        "test_swiglu.py",
-        "test_geglu.py",
-        "test_gelu.py",
-        "test_relu_squared.py",
-        "test_activation_linear.py",
-        "test_tiled_mlp.py",
-    ],
-    "experts": ["test_experts.py", "test_experts_adapters.py"],
-    "optimizer": ["test_adamw.py", "test_adamw_8bit.py"],
-    "float8": ["test_float8.py", "test_lora_linear.py"],
-    "loss": ["test_cross_entropy.py", "test_linear_cross_entropy.py"],
-    "log-probabilities": [
-        "test_linear_logprobs.py",
-        "test_selective_log_softmax.py",
-        "test_softmax.py",
-        "test_sparsemax.py",
-        "test_dyt.py",
-    ],
-    "divergences": ["test_divergence.py", "test_linear_divergence.py"],
-    "layouts": ["test_layouts.py"],
-    "models": ["test_patched_models.py", "test_double_backward.py"],
-}
+FILES = (
+    "test_launch", "test_norm", "test_rms_norm", "test_add_rms_norm", "test_layer_norm", "test_group_norm",
+    "test_modulated_norm", "test_poly_norm", "test_rope", "test_rotations", "test_qk_norm_rope", "test_swiglu",
+    "test_geglu", "test_gelu", "test_relu_squared", "test_activation_linear", "test_tiled_mlp", "test_experts",
+    "test_experts_adapters", "test_adamw", "test_adamw_8bit", "test_float8", "test_lora_linear", "test_cross_entropy",
+    "test_linear_cross_entropy", "test_linear_logprobs", "test_selective_log_softmax", "test_softmax",
+    "test_sparsemax", "test_dyt", "test_divergence", "test_linear_divergence", "test_layouts", "test_patched_models",
+    "test_double_backward",
+)  # fmt: skip
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU")
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="this is the interpreter's process")
-@pytest.mark.parametrize("files", FILES.values(), ids=FILES.keys())
-def test_interpreted(files: list[str]) -> None:
+def test_interpreted() -> None:
+    """In one process, since each takes seconds to start."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(HERE / file) for file in files)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"{HERE / file}.py" for file in FILES)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=HERE.parent.parent,
         capture_output=True,
