@@ -256,6 +256,8 @@ class Cluster:
             return bool(pods) and all(ready) and not old & {pod.metadata.uid for pod in pods}
 
         until(f"{deployment} is back", renewed)
+        # A flyteadmin that keeps all in its memory has forgotten what was registered.
+        self._workflow = None
 
     def kept(self, execution: str) -> dict[str, Any]:
         """What propeller keeps of an execution in Kubernetes."""
