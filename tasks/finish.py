@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 from flytekit import Deck, task
@@ -33,10 +33,7 @@ class Exported(NamedTuple):
 def finish(spec: RunSpec, record: CompletionRecord, weights: FlyteDirectory, data: FlyteDirectory) -> Exported:
     """Evaluate a complete run, and write the model, the report and the record. The report is also the task's Deck."""
     configure_logging()
-    with nullcontext() if is_local() else kept_logs(spec), retried_by_flyte():
-        if not is_local():
-            # While nothing has used a GPU or threads of torch; on one machine, this process is not ours alone.
-            forks.start_server("processes that read the exported model")
+    with nullcontext() if is_local() else kept_logs(spec), retried_by_flyte(), _fork_server():
         done = steps.finish(spec, record, fetched(weights), fetched(data))
     Deck("Training", done.report)
     outputs = Exported(directory(done.folder.model), file(done.folder.report), file(done.folder.record))
@@ -44,6 +41,11 @@ def finish(spec: RunSpec, record: CompletionRecord, weights: FlyteDirectory, dat
         addresses = (str(output.remote_source) for output in outputs)
         steps.note_outputs(done.folder, steps.Outputs(spec.hash(), done.recipe_hash, *addresses))
     return outputs
+
+
+def _fork_server() -> AbstractContextManager[None]:
+    """Made while nothing has used a GPU or threads of torch; on one machine, the process is not this task's alone."""
+    return nullcontext() if is_local() else forks.fork_server("processes that read the exported model")
 
 
 def finished(spec: RunSpec, recipe: DataRecipe) -> Exported | None:

@@ -208,10 +208,11 @@ def test_make_help_explains_every_target():
     assert all(f"make {target} " in helped for target in phony)
 
 
-def test_code_is_registered_into_the_folder_that_the_image_starts_in():
+def test_code_that_is_sent_is_unpacked_in_the_folder_that_the_image_starts_in():
     # The default of `pyflyte register` is root's folder, where the image's user may not write.
     files = (path for name in ("docs", "examples", "platform") for path in ROOT.glob(f"{name}/**/*"))
     texts = (path.read_text() for path in files if path.suffix in (".md", ".py", ".ipynb"))
     lines = re.findall(r"pyflyte register .*", "\n".join(texts))
-    registered = [line for line in lines if "--" in line]
-    assert len(registered) > 3 and all("--destination-dir . " in line for line in registered), registered
+    # A release sends none.
+    registered = [line for line in lines if "--" in line and "--copy none" not in line]
+    assert len(registered) > 2 and all("--destination-dir . " in line for line in registered), registered

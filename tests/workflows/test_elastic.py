@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -120,8 +121,8 @@ def test_a_pod_that_evaluates_keeps_its_log(tmp_path, monkeypatch):
     for module in (finish, kept_logs):
         monkeypatch.setattr(module, "configure_logging", lambda: None)
     monkeypatch.setattr(finish.steps, "finish", fail)
-    # It would stay with the tests.
-    monkeypatch.setattr(finish.forks, "start_server", lambda what: None)
+    # pytest has threads, which a fork would not have.
+    monkeypatch.setattr(finish.forks, "fork_server", lambda what: nullcontext())
     spec, folder = RunSpec(output=str(tmp_path)), FlyteDirectory(str(tmp_path))
     with pytest.raises(ValueError, match="another run"):
         finish.finish.task_function(spec=spec, record=None, weights=folder, data=folder)

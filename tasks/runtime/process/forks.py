@@ -11,6 +11,8 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -77,7 +79,8 @@ class _Server:
         context = multiprocessing.get_context("fork")
         self._connection, theirs = context.Pipe()
         # A daemon is stopped when this process exits.
-        context.Process(target=_serve, args=(theirs,), daemon=True).start()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
 
     def run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
         with tempfile.TemporaryDirectory() as folder:
@@ -87,14 +90,24 @@ class _Server:
             output, errors = (Path(file).read_text(encoding="utf-8", errors="replace") for file in printed)
         return subprocess.CompletedProcess(command, status, output, errors)
 
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.join()
+
 
 _SERVER: list[_Server] = []
 
 
-def start_server(what: str) -> None:
-    """Have `run_module` fork from this process as it is now; `what`, named in a warning, is what will be run."""
+@contextmanager
+def fork_server(what: str) -> Iterator[None]:
+    """Have `run_module` in the block fork from this process as it is now; `what` names what it runs, in a warning."""
     if prepare_to_fork(what):
-        _SERVER[:] = [_Server()]
+        _SERVER.append(_Server())
+    try:
+        yield
+    finally:
+        while _SERVER:
+            _SERVER.pop().close()
 
 
 def run_module(module: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
@@ -107,7 +120,7 @@ def run_module(module: str, arguments: list[str]) -> subprocess.CompletedProcess
             return _SERVER[0].run([module, *arguments])
         except (EOFError, OSError) as error:
             log.warning("the process that forks has ended (%r), perhaps for want of memory", error)
-            _SERVER.clear()
+            _SERVER.pop().close()
     return subprocess.run([sys.executable, "-m", module, *arguments], text=True, capture_output=True)
 
 
@@ -131,6 +144,8 @@ def _become(command: list[str], printed: list[str]) -> None:
         # The objects of the process that was forked may be locked, or copy what they write.
         sys.stdout, sys.stderr = (os.fdopen(number, "w", encoding="utf-8") for number in (1, 2))
         sys.argv = list(command)
+        # The process that was forked may have imported it.
+        sys.modules.pop(command[0], None)
         runpy.run_module(command[0], run_name="__main__", alter_sys=True)
         status = 0
     except BaseException:

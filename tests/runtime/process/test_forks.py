@@ -12,14 +12,15 @@ PROGRAM = """
 import logging, multiprocessing, os, signal, sys
 from tasks.runtime.process import forks
 sys.noted = "before"
-forks.start_server("readers")
-sys.noted = "after"
-if sys.argv[1] == "server gone":
-    server, = multiprocessing.active_children()
-    os.kill(server.pid, signal.SIGKILL)
-    server.join()
-ended = forks.run_module("tests.runtime.helpers.print_what_it_is", sys.argv[1:])
-again = forks.run_module("tests.runtime.helpers.print_what_it_is", ["", "again"])
+with forks.fork_server("readers"):
+    sys.noted = "after"
+    if sys.argv[1] == "server gone":
+        server, = multiprocessing.active_children()
+        os.kill(server.pid, signal.SIGKILL)
+        server.join()
+    ended = forks.run_module("tests.runtime.helpers.print_what_it_is", sys.argv[1:])
+    again = forks.run_module("tests.runtime.helpers.print_what_it_is", ["", "again"])
+assert not multiprocessing.active_children()
 print([ended.returncode, ended.stdout, ended.stderr.splitlines()[-1:], again.stdout])
 """
 
