@@ -91,7 +91,7 @@ class _Server:
         return subprocess.CompletedProcess(command, status, output, errors)
 
     def close(self) -> None:
-        self._process.terminate()
+        self._process.kill()
         self._process.join()
 
 
