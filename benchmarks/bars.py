@@ -1,6 +1,6 @@
 """The bars that start-up and commands are held to, and what was measured, as one table.
 
-    KUBECONFIG=... FLYTECTL_CONFIG=... python -m benchmarks.bars --version VERSION | --image IMAGE [--runs 3]
+    KUBECONFIG=... FLYTECTL_CONFIG=... python -m benchmarks.bars (--version VERSION | --image IMAGE) [--runs 3]
 
 Runs `benchmarks.first_step` and `benchmarks.commands`, and prints their tables below. The cluster's servers and pods
 get the share of the machine that they have anyway.

@@ -1,6 +1,6 @@
 """Where the time of a small run goes, from its submission to the second step and to its end.
 
-    KUBECONFIG=... FLYTECTL_CONFIG=... python -m benchmarks.first_step --version VERSION | --image IMAGE [--runs 3]
+    KUBECONFIG=... FLYTECTL_CONFIG=... python -m benchmarks.first_step (--version VERSION | --image IMAGE) [--runs 3]
 
 VERSION is a release, whose code is its image's, and IMAGE what the working copy runs in, whose code each pod fetches.
 Submits the two-pod run of tests/e2e/spec.yaml once, so that its data are prepared and the workflow is registered, then

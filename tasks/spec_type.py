@@ -1,7 +1,7 @@
 """Flyte's type of a run spec, made once in a process.
 
 flytekit makes it for each task and workflow that has a spec, with the JSON schemas of all its models: 0.1 s each time,
-and a pod of Flyte imports six of them before it does anything.
+and a pod of Flyte imports four of them before it does anything.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import signal
-import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -144,18 +143,6 @@ def prepare_pod(spec: RunSpec) -> None:
     report_progress(stage=Stage.WARM_UP)
     warm_up_pod(spec, RunFolder.of(spec))
     startup.mark("warm-up")
-    name_rendezvous_methods_cheaply()
-
-
-def name_rendezvous_methods_cheaply() -> None:
-    """Spare an agent a second or more at the start and after each failure.
-
-    torch names each event of the rendezvous after its caller, whom it finds by `inspect.stack`. That looks through all
-    imported modules for each frame whose file is none of theirs, as those of `python -m`: half a second for an event.
-    """
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-
-    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
 def error_files(reported: ChildFailedError) -> list[ProcessFailure]:

@@ -30,7 +30,7 @@ def spec_of(folder, name):
 
 
 @pytest.mark.parametrize("name", precision.ROWS)
-def test_every_row_is_a_run_that_can_be_trained(name, folder):
+def test_every_row_has_a_valid_spec(name, folder):
     spec, row = spec_of(folder, name), precision.ROWS[name]
     assert spec.training.float8 == (row.float8 if isinstance(row, precision.Ours) else "none")
 

@@ -34,7 +34,9 @@ if where == "cluster":
     os.environ.update(train_step.ENVIRONMENT)
 from flytekit.exceptions.user import FlyteRecoverableException
 from tasks import elastic
+from tests.helpers.rendezvous_events import name_methods_cheaply
 from tests.workflows.helpers.elastic_tasks import run
+name_methods_cheaply()
 elastic.is_local = lambda: where == "local"
 if how == "killed":
     elastic.MemoryKills = lambda: SimpleNamespace(sentence=lambda asked: f"the container's memory was used up, {asked}")

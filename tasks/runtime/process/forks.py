@@ -81,6 +81,8 @@ class _Server:
         # A daemon is stopped when this process exits.
         self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()
+        # So that its end is the end of the pipe.
+        theirs.close()
 
     def run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
         with tempfile.TemporaryDirectory() as folder:
@@ -91,6 +93,7 @@ class _Server:
         return subprocess.CompletedProcess(command, status, output, errors)
 
     def close(self) -> None:
+        # It holds nothing, and its forks end with it.
         self._process.kill()
         self._process.join()
 

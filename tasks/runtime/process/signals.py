@@ -88,15 +88,18 @@ def defer_sigterm() -> Iterator[StopRequest]:
 def keep_sigterm_from_forks() -> None:
     """Have forks of this process take signals as a new interpreter does, and SIGTERM wait until a fork is done.
 
-    What a handler raises meanwhile is printed and forgotten: an agent that is told to stop just then would go on.
+    What a handler raises meanwhile is printed and forgotten: an agent that is told to stop just then would go on. A
+    fork forgets what Python has not handled yet when it begins, so that it gets SIGTERM blocked.
     """
     deferring = ExitStack()
     requests: list[StopRequest] = []
 
     def begin() -> None:
         requests.append(deferring.enter_context(defer_sigterm()))
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def end() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         deferring.close()
         if requests.pop().received:
             # From another thread: this function, too, forgets what is raised in it.
@@ -106,6 +109,7 @@ def keep_sigterm_from_forks() -> None:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     os.register_at_fork(before=begin, after_in_parent=end, after_in_child=end_in_fork)
 

@@ -1,5 +1,6 @@
 """Modules are run in forks of a process that has imported large packages, and has computed nothing."""
 
+import ast
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from tests.helpers import fork_server
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
-import logging, multiprocessing, os, signal, sys
+import multiprocessing, os, signal, sys
 from tasks.runtime.process import forks
 sys.noted = "before"
 with forks.fork_server("readers"):
@@ -43,5 +44,5 @@ def test_a_fork_has_what_was_there_when_the_server_was_started(how, code, said, 
     *_, found = ended.stdout.splitlines()
     # Output that a process had not written when it was killed is lost.
     printed = "" if how == "kill" else f"noted {noted} ['a b']\n"
-    assert eval(found) == [code, printed, said, f"noted {noted} ['again']\n"]
+    assert ast.literal_eval(found) == [code, printed, said, f"noted {noted} ['again']\n"]
     assert ("the process that forks has ended" in ended.stderr) == (how == "server gone")

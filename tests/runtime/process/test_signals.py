@@ -104,3 +104,27 @@ def test_nor_are_they_left_behind_that_had_not_begun():
     agent.kill()
     # Until the worker has ended, too.
     assert agent.communicate()[0] == ""
+
+
+# Stopped before it has been given a moment, most often.
+STOPPED = """
+import multiprocessing, signal, time
+from tasks.runtime.process.signals import keep_sigterm_from_forks, raise_on_sigterm
+
+keep_sigterm_from_forks()
+ends = set()
+with raise_on_sigterm():
+    for _ in range(20):
+        fork = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        fork.start()
+        fork.terminate()
+        fork.join(5)
+        ends.add(fork.exitcode)
+        fork.kill()
+print(ends)
+"""
+
+
+def test_a_fork_that_is_stopped_when_it_begins_ends():
+    ended = subprocess.run([sys.executable, "-c", STOPPED], capture_output=True, text=True, cwd=ROOT)
+    assert ended.stdout == "{-15}\n", ended.stderr
