@@ -82,7 +82,8 @@ COPY --from=kernels /opt/kernels /opt/kernels
 WORKDIR /app
 COPY --chown=strata:strata tasks tasks
 COPY --chown=strata:strata workflows workflows
-# Otherwise every new pod compiles them when it first imports them.
-RUN python -m compileall -q tasks workflows
+# Otherwise every new pod compiles them when it first imports them. Bytecode is compared with its source by content: a working
+# copy, unpacked over these files, has other times than they had.
+RUN python -m compileall -q --invalidation-mode checked-hash tasks workflows
 USER strata
 CMD ["python", "-m", "tasks.runtime", "--help"]

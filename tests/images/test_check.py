@@ -1,5 +1,6 @@
 """The Dockerfile, its rules, and that each of them finds what it is for. `tests/kernels/test_bake.py` runs its bake."""
 
+import os
 import re
 import subprocess
 import sys
@@ -118,3 +119,23 @@ def test_an_extra_may_have_a_version_for_each_python():
     old, new = "wandb==1.0 ; python_full_version < '3.12'", "wandb==1.1 ; python_full_version >= '3.12'"
     lock = "".join(f"{pin} \\\n    --hash=sha256:1\n" for pin in (old, new))
     assert pins("wandb", (check.ROOT / "pyproject.toml").read_text(encoding="utf-8"), lock) == [old, new]
+
+
+def test_code_that_a_pod_fetches_is_not_compiled_again_where_it_is_that_of_the_image(tmp_path, monkeypatch):
+    compiles = next(text for _, text in check.read(DOCKERFILE)["training"].all("RUN") if "compileall" in text)
+    for package in ("tasks", "workflows"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "a.py").write_text("b = 1\n")
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    subprocess.run([sys.executable, *compiles.split()[1:]], cwd=tmp_path, check=True)
+    # As flytekit packs it and tar unpacks it.
+    for package in ("tasks", "workflows"):
+        os.utime(tmp_path / package / "a.py", (0, 0))
+    (tmp_path / "workflows" / "a.py").write_text("b = 2\n")
+
+    looks = [sys.executable, "-S", "-v", "-c", "import tasks.a, workflows.a; print(tasks.a.b, workflows.a.b)"]
+    looked = subprocess.run(looks, cwd=tmp_path, check=True, capture_output=True, text=True)
+
+    assert looked.stdout == "1 2\n"
+    files = ("tasks/a.py", "workflows/a.py")
+    assert [f"matches {tmp_path / file}\n" in looked.stderr for file in files] == [True, False], looked.stderr
