@@ -16,42 +16,14 @@ from strata_kernels.ops import _launch_cache
 from tests.kernels.helpers.error_bound import hold_to_bar
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    from tests.kernels.helpers.fast_interpreter import speed_up
+
+    speed_up()
 PATHS = ["interpreter"] if INTERPRETED else ["reference"] + ["gpu"] * torch.cuda.is_available()
 
 Bar = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 Function = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
-
-
-def patch_once() -> None:
-    """Have Triton's interpreter put its functions in the place of the language's once per launch.
-
-    It does so again at each call of a function within the kernel, which takes as long as all that is computed.
-    """
-    from triton.runtime import interpreter
-
-    plain, patched = interpreter._patch_lang, set[int]()
-
-    def patch(fn: Callable[..., object]) -> object:
-        if id(fn.__globals__) in patched:
-            return None
-        scope = plain(fn)
-        if not patched:
-            # The launch's own, which is restored at its end; those of the calls within are not.
-            restore = scope.restore
-
-            def restore_all() -> None:
-                patched.clear()
-                restore()
-
-            scope.restore = restore_all
-        patched.add(id(fn.__globals__))
-        return scope
-
-    interpreter._patch_lang = patch
-
-
-if INTERPRETED:
-    patch_once()
 
 
 @pytest.fixture

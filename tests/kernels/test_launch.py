@@ -7,6 +7,8 @@ import triton.language as tl
 
 from strata_kernels import rms_norm
 from strata_kernels.ops._launch import is_recording, launch, recording, runs_triton, takes_kernel
+from tests.kernels.conftest import INTERPRETED
+from tests.kernels.helpers.operators import OPERATORS
 
 
 @triton.jit
@@ -66,3 +68,23 @@ def test_meta_tensors_take_the_kernel_path_only_while_recording() -> None:
         rms_norm(x, weight).sum().backward()
     names = [call.kernel.__name__ for call in calls]
     assert names == ["norm_fwd_kernel", "norm_bwd_kernel"]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "name", ["rms_norm", "qk_norm_rope", "swiglu", "experts", "selective_log_softmax", "linear_jsd"]
+)
+def test_the_faster_interpreter_has_the_bits_of_tritons(name, dtype) -> None:
+    from tests.kernels.helpers import fast_interpreter
+
+    operator = OPERATORS[name]
+    inputs = [x.to(dtype) if x.is_floating_point() else x for x in operator.inputs().values()]
+    incoming = [torch.randn(shape).to(dtype) for shape in operator.results]
+    fast = operator.differentiate(operator.ours, inputs, incoming)
+    fast_interpreter.patch.undo()
+    try:
+        plain = operator.differentiate(operator.ours, inputs, incoming)
+    finally:
+        fast_interpreter.speed_up()
+    assert all(torch.equal(x, y) for x, y in zip(fast, plain, strict=True))

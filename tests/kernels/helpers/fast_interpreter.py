@@ -1,0 +1,147 @@
+"""Triton's interpreter without what it computes again at each operation, which takes most of its time.
+
+It checks types, spells shapes and wraps constants, in Python, for every sum of two numbers. Here it does so once per
+type and shape. Results and errors are those of the interpreter; `test_launch.py` compares their bits.
+"""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from triton.language import core, semantic
+from triton.runtime import interpreter
+
+patch = pytest.MonkeyPatch()
+Function = Callable[..., object]
+
+plain_block_type = core.block_type.__init__
+plain_operands = semantic.TritonSemantic.binary_op_type_checking_impl
+plain_broadcast = semantic.TritonSemantic.broadcast_impl_value
+plain_numpy_type = interpreter._get_np_dtype
+NO_SHAPE = core.tuple(()), core.constexpr(1)
+
+
+def speed_up() -> None:
+    """Until `patch.undo()`."""
+    # The checks for overflow of integers end in `device_assert`, which returns at once outside of Triton's debug mode.
+    options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    assert not options.debug
+    patch.setattr(interpreter.interpreter_builder, "options", options)
+    patch.setattr(interpreter, "_patch_lang", patch_once(interpreter._patch_lang))
+    patch.setattr(interpreter, "_patch_builtin", patch_builtin)
+    patch.setattr(interpreter, "_get_np_dtype", numpy_type)
+    patch.setattr(core.block_type, "__init__", block_type)
+    patch.setattr(core.block_type, "__eq__", equal_block_types)
+    patch.setattr(core.dtype, "__eq__", equal_types)
+    patch.setattr(core.tensor, "__init__", tensor)
+    patch.setattr(semantic.TritonSemantic, "binary_op_type_checking_impl", operands)
+    patch.setattr(semantic.TritonSemantic, "broadcast_impl_value", broadcast)
+
+
+def patch_once(plain: Function) -> Function:
+    """Put the interpreter's functions in the place of the language's once per launch.
+
+    Triton does so again at each call of a function within the kernel.
+    """
+    patched = set[int]()
+
+    def patch_lang(fn: Function) -> object:
+        if id(fn.__globals__) in patched:
+            return None
+        scope = plain(fn)
+        if not patched:
+            # The launch's own, which is restored at its end; those of the calls within are not.
+            restore = scope.restore
+
+            def restore_all() -> None:
+                patched.clear()
+                restore()
+
+            scope.restore = restore_all
+        patched.add(id(fn.__globals__))
+        return scope
+
+    return patch_lang
+
+
+@functools.cache
+def builtins(namespace: object) -> list[tuple[str, Function]]:
+    """The language's functions there, as the interpreter calls them."""
+
+    def interpreted(function: Function) -> Function:
+        def call(*arguments: object, **options: object) -> object:
+            return function(*arguments, **{**options, "_semantic": interpreter.interpreter_semantic})
+
+        return call
+
+    return [
+        (name, interpreted(getattr(member, "__wrapped__", member)))
+        for name, member in inspect.getmembers(namespace)
+        if core.is_builtin(member)
+    ]
+
+
+def patch_builtin(namespace: object, _builder: object, scope: object) -> None:
+    for name, function in builtins(namespace):
+        scope.set_attr(namespace, name, function)
+
+
+numpy_types: dict[str, object] = {}
+
+
+def numpy_type(kind: core.dtype) -> object:
+    if kind.name not in numpy_types:
+        numpy_types[kind.name] = plain_numpy_type(kind)
+    return numpy_types[kind.name]
+
+
+# What follows from a type of elements and a shape, the shape and size as tensors have them included.
+block_types: dict[object, dict[str, object]] = {}
+
+
+def block_type(self: core.block_type, element_ty: core.dtype, shape: object) -> None:
+    key = element_ty.name, *(size.value if type(size) is core.constexpr else size for size in shape)
+    if key not in block_types:
+        plain_block_type(self, element_ty, shape)
+        of_tensors = core.tuple([core.constexpr(size) for size in self.shape]), core.constexpr(math.prod(self.shape))
+        block_types[key] = {**self.__dict__, "of_tensors": of_tensors}
+    self.__dict__.update(block_types[key])
+
+
+def equal_block_types(self: core.block_type, other: object) -> bool:
+    return self is other or (type(other) is core.block_type and self.name == other.name)
+
+
+def equal_types(self: core.dtype, other: object) -> bool:
+    if type(other) is core.constexpr:
+        other = other.value
+    return self is other or (isinstance(other, core.dtype) and self.name == other.name)
+
+
+def tensor(self: core.tensor, handle: object, kind: core.dtype) -> None:
+    self.handle, self.type, self.dtype = handle, kind, kind.scalar
+    self.shape, self.numel = kind.of_tensors if type(kind) is core.block_type else NO_SHAPE
+
+
+def operands(
+    self: semantic.TritonSemantic,
+    lhs: object,
+    rhs: object,
+    allow_lhs_ptr: bool = False,
+    allow_rhs_ptr: bool = False,
+    arithmetic_check: bool = True,
+    div_or_mod: bool = False,
+) -> tuple[object, object]:
+    """Tensors of one type and shape, other than pointers, are taken as they are; floats are divided in fp32."""
+    if type(lhs) is type(rhs) is core.tensor and lhs.type == rhs.type and not (div_or_mod or lhs.dtype.is_ptr()):
+        return lhs, rhs
+    return plain_operands(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+
+def broadcast(self: semantic.TritonSemantic, lhs: core.tensor, rhs: core.tensor) -> tuple[core.tensor, core.tensor]:
+    if type(lhs.type) is type(rhs.type) is core.block_type and lhs.type.shape.values == rhs.type.shape.values:
+        return lhs, rhs
+    return plain_broadcast(self, lhs, rhs)
