@@ -8,13 +8,14 @@ environment other than `clean_environment`, the server's: libraries read it when
 
 A test of what happens at a start, of imports or of hash seeds, which forks share, belongs to `subprocess`.
 
-The server is started by the first launch of a process of pytest, and ends with it.
+The first launch starts the server, which all workers of pytest-xdist share; it ends with the last of them.
 
     python -m tests.helpers.fork_server FD MODULE:FUNCTION
 """
 
 import atexit
 import gc
+import hashlib
 import inspect
 import json
 import logging
@@ -37,7 +38,7 @@ ROOT = Path(__file__).parents[2]
 # What is read when it is needed, and by no import.
 MAY_DIFFER = re.compile(
     r"(GROUP_|LOCAL_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+|PYTEST_CURRENT_TEST"
-    r"|STRATA_MOMENTS|NODE_NAME"
+    r"|PYTEST_XDIST_WORKER|STRATA_MOMENTS|NODE_NAME"
 )
 # pyarrow's allocator, which has the handlers that let it be forked.
 OWN_FORK_HANDLERS = {"jemalloc_bg_thd"}
@@ -64,19 +65,46 @@ class Server:
 
     running = None
 
-    def __init__(self, preload="tests.runtime.helpers.all_imports:import_everything"):
+    def __init__(self, preload=None):
+        """preload: of a server for this process alone."""
         self.lock = threading.Lock()
-        self.socket, theirs = socket.socketpair()
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.helpers.fork_server", str(theirs.fileno()), preload],
-                cwd=ROOT, env=read_at_import(clean_environment()), stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
-            )  # fmt: skip
+        self.process = None
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
+        shared = run, sorted(read_at_import(clean_environment()).items())
+        name = hashlib.sha256(repr((os.getpid(), id(self)) if preload else shared).encode()).hexdigest()
+        # Of Linux's abstract names, which are gone with the last socket that has them.
+        address = f"\0strata-tests-{name}"
+        while not self._connected(address):
+            self._start(address, preload or "tests.runtime.helpers.all_imports:import_everything")
         atexit.register(self.close)
+
+    def _connected(self, address):
+        self.socket = socket.socket(socket.AF_UNIX)
+        try:
+            self.socket.connect(address)
+        except ConnectionRefusedError:
+            self.socket.close()
+            return False
+        return True
+
+    def _start(self, address, preload):
+        with socket.socket(socket.AF_UNIX) as listening:
+            try:
+                listening.bind(address)
+            except OSError:
+                # Another process is starting it, whose socket listens at once.
+                return
+            listening.listen()
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.helpers.fork_server", str(listening.fileno()), preload],
+                cwd=ROOT, env=read_at_import(clean_environment()), stdin=subprocess.DEVNULL,
+                pass_fds=[listening.fileno()],
+            )  # fmt: skip
 
     def close(self):
         self.socket.close()
-        self.process.wait()
+        if self.process:
+            self.process.wait()
 
     def fork(self, request, files):
         """Returns the new process's pid, and a file that has its wait status when it has ended."""
@@ -181,28 +209,38 @@ def run(command, *, capture_output=False, timeout=None, check=False, **options):
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
-def serve(control):
-    """Fork for each request until the client is gone. Returns the request in each fork, and None at the end."""
-    # Of Ctrl-C, the client tells by its end.
+def serve(listening):
+    """Fork for each request until all clients are gone. Returns the request in each fork, and None at the end."""
+    # Of Ctrl-C, clients tell by their end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    children, waiting = {}, select.poll()
-    waiting.register(control, select.POLLIN)
+    clients, children, waiting = {}, {}, select.poll()
+    waiting.register(listening, select.POLLIN)
     while True:
         for file, _ in waiting.poll():
-            if file != control.fileno():
+            if file == listening.fileno():
+                client, _ = listening.accept()
+                clients[client.fileno()] = client
+                waiting.register(client, select.POLLIN)
+                continue
+            if file in children:
                 waiting.unregister(file)
                 pid, report = children.pop(file)
                 end(report, os.waitpid(pid, 0)[1])
                 os.close(file)
                 continue
-            message, files, *_ = socket.recv_fds(control, 1, 5)
+            message, files, *_ = socket.recv_fds(clients[file], 1, 5)
             if not message:
-                return None
+                waiting.unregister(file)
+                clients.pop(file).close()
+                if not clients:
+                    return None
+                continue
             payload, report, *standard = files
             pid = os.fork()
             if pid == 0:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-                control.close()
+                for connection in (listening, *clients.values()):
+                    connection.close()
                 for descriptor, (_, others) in children.items():
                     os.close(descriptor)
                     os.close(others)
