@@ -25,13 +25,13 @@ from tests.helpers import fork_server
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("narrowed")
-STEPS = 14
+STEPS = 10
 
 # More than two epochs, checkpoints that do not fall on their borders, and two micro-batches to a step.
 SMALL = {
-    "data": {"sequence_length": 64, "max_samples": 200},
+    "data": {"sequence_length": 64, "max_samples": 140},
     "training": {"steps": STEPS, "micro_batch_size": 2, "gradient_accumulation_steps": 2},
-    "checkpoint": {"every": 4},
+    "checkpoint": {"every": 3},
     "tracking": {"log_every": 1},
 }
 
@@ -113,7 +113,7 @@ def weights_in(precision):
 def test_bfloat16_weights_come_back_with_their_low_bits_and_random_numbers(processes, precision, output, curve_of):
     spec, file = make_spec(output, f"killed-{precision}", processes, **weights_in(precision))
     first = start(file, processes)
-    wait_for_step(first, 10)
+    wait_for_step(first, 7)
     kill_tree(first.pid, signal.SIGKILL)
     first.communicate(timeout=600)
     assert "continuing after step" in finish(start(file, processes))
@@ -133,8 +133,8 @@ def undisturbed(request, curve_of):
 )
 def test_killed_at_a_random_step_and_started_again(undisturbed, output, number):
     processes, expected = undisturbed
-    # The checkpoint of step 4 is whole by then, however slow the disk: the save after step 8 has waited for it.
-    step = random.Random(f"{processes} {number.name}").randint(9, STEPS - 2)
+    # The checkpoint of step 3 is whole by then, however slow the disk: the save after step 6 has waited for it.
+    step = random.Random(f"{processes} {number.name}").randint(7, STEPS - 2)
     spec, file = make_spec(output, f"killed-{processes}-{number.name.lower()}", processes)
     first = start(file, processes)
     wait_for_step(first, step)
@@ -163,13 +163,13 @@ def test_told_to_stop_it_may_save_first(undisturbed, output):
         runtime={"framework": "lightning"},
     )
     first = start(file, processes, agent=True)
-    wait_for_step(first, 6)
+    wait_for_step(first, 4)
     # As the kubelet does: to the agent alone, which tells its workers.
     first.terminate()
     said, _ = first.communicate(timeout=600)
     assert first.returncode != 0
     saved = checkpoint.step_of(checkpoint.latest(RunFolder.of(spec).checkpoints))
-    assert 6 <= saved < STEPS
+    assert 4 <= saved < STEPS
     assert f"received SIGTERM: step {saved} is done and saved" in said
 
     assert f"continuing after step {saved}" in finish(start(file, processes))
@@ -276,5 +276,5 @@ class TestFinishedRun:
         with caplog.at_level(logging.INFO, "tasks"), session(spec) as run:
             assert train(run, data).status == "complete"
         assert f"{newest} is not used: process-00000-000.safetensors has" in caplog.text
-        assert "continuing after step 12" in caplog.text
+        assert "continuing after step 9" in caplog.text
         assert losses(spec) == undisturbed[1]

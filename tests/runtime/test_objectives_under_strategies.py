@@ -23,7 +23,7 @@ from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_forked import launch
 from tests.runtime.helpers.train_only import train_spec
 
-pytestmark = pytest.mark.usefixtures("forked_readers")
+pytestmark = pytest.mark.usefixtures("forked_readers", "narrowed")
 STEPS, SAVED = 4, 2
 # Framework, strategy and adapter by objective. Without an adapter the reference is computed before.
 CELLS = {
@@ -70,7 +70,7 @@ def make_spec(output, name, objective, framework, strategy, adapter, processes):
             "objective": (ON_POLICY if objective == "on-policy" else {"type": objective})
             | ({"teacher": f"{output}/teacher"} if objective in ("distill", "on-policy") else {}),
             "adapter": {"type": adapter},
-            "training": {"steps": STEPS, "micro_batch_size": 1, "gradient_accumulation_steps": 4 // readers},
+            "training": {"steps": STEPS, "micro_batch_size": 2, "gradient_accumulation_steps": 2 // readers},
             "optimizer": {"lr": 1e-3},
             "checkpoint": {"every": SAVED, "keep_last": STEPS},
             "evaluation": {"samples": 1, "max_new_tokens": 4, "every": SAVED},
