@@ -14,3 +14,6 @@ logging.getLogger("flytekit").addFilter(lambda record: not any(text in str(recor
 
 # accelerate imports DeepSpeed wherever it is installed, which then logs what it found on a machine without a GPU.
 logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
+
+# torchao registers two enums in a way that torch deprecates: two warnings in each process, about nothing of yours.
+logging.getLogger("torch.utils._pytree").addFilter(lambda record: "register_constant()" not in record.getMessage())

@@ -137,11 +137,12 @@ def _final_failure(reported: BaseException | None) -> FlyteUserRuntimeException 
 def _stopped(reason: str, cause: BaseException) -> NoReturn:
     """End a pod that received SIGTERM."""
     if is_local():
-        _recoverable(reason, cause)
+        # pyflyte prints the traceback of each cause: after Ctrl-C, 120 lines that end in the one that matters.
+        _recoverable(reason, None)
     raise end_stopped_pod(reason, cause)
 
 
-def _recoverable(reason: str, cause: BaseException) -> NoReturn:
+def _recoverable(reason: str, cause: BaseException | None) -> NoReturn:
     advice = "run the same command again to continue" if is_local() else "the next attempt continues"
     raise FlyteRecoverableException(f"{reason}; {advice} from the last checkpoint") from cause
 

@@ -92,16 +92,15 @@ def spec(
 
 def _read_with_files(file: Path, overrides: list[str] | None, backend: BackendName) -> RunSpec:
     """The spec in a file, and a check of the files that it names. Pods of a cluster may have files of their own."""
-    from strata_platform.spec.load import STANDARD_INPUT, load_argument_with_places
-    from strata_platform.spec.local_files import local_file_problems
+    from strata_platform.spec.load import load_argument_with_places
+    from strata_platform.spec.local_files import missing_local_files
 
     try:
-        checked, composed = load_argument_with_places(file, overrides or ())
+        checked, source, places = load_argument_with_places(file, overrides or ())
     except SpecError as error:
         typer.echo(error, err=True)
         raise typer.Exit(error.exit_code) from None
-    if problems := list(local_file_problems(checked)):
-        missing = SpecError(problems).with_places(STANDARD_INPUT if str(file) == "-" else str(file), composed.places)
+    if missing := missing_local_files(checked, source, places):
         if backend == "local":
             typer.echo(
                 f"{missing}\nfor a run on a cluster whose pods have these files, add --backend flyte or kubernetes",

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-import shutil
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +16,8 @@ from pydantic_core import to_json
 from strata_platform import client as clients
 from strata_platform.client import BackendName, Client
 from strata_platform.errors import RunNotFound, SpecError, StrataError
-from strata_platform.runs import LogLine, MetricPoint, Phase, Run
+from strata_platform.run_display import LogHeading, StatusLine, WaitLine, clock, metrics_line, progress
+from strata_platform.runs import Phase, Run
 
 app = typer.Typer()
 
@@ -82,14 +81,14 @@ def submit(
     """Start a run, or continue one that was stopped. The run outlives this command."""
     if image is not None and version is not None:
         raise typer.BadParameter("--image registers a version of its own; leave --version out")
-    from strata_platform.spec.load import load_spec_argument
-    from strata_platform.spec.local_files import require_local_files
+    from strata_platform.spec.load import load_argument_with_places
+    from strata_platform.spec.local_files import missing_local_files
 
     with errors():
         client = connect(backend, image=image, version=version, poll=poll)
-        spec = load_spec_argument(file, overrides or ())
-        if backend == "local":
-            require_local_files(spec)
+        spec, source, places = load_argument_with_places(file, overrides or ())
+        if backend == "local" and (missing := missing_local_files(spec, source, places)):
+            raise missing
         run = client.submit(spec, force=force)
         if run.phase is Phase.SUCCEEDED:
             typer.echo(
@@ -116,9 +115,9 @@ def get(name: _Name, format: _Format = "text", backend: _Backend = "local") -> N
     shown = {
         "phase": run.phase,
         "stage": run.stage,
-        "progress": _progress(run),
+        "progress": progress(run),
         "message": run.message,
-        **{kind: value and _clock(value) for kind, value in times.items()},
+        **{kind: value and clock(value) for kind, value in times.items()},
         "restarts": run.restarts,
         "queue": run.queue,
         "owner": run.owner,
@@ -156,7 +155,7 @@ def list_(
 
 def _print_table(runs: list[Run]) -> None:
     rows = [
-        (run.name, str(run.phase), _progress(run) or str(run.stage or ""), run.owner, _clock(run.submitted))
+        (run.name, str(run.phase), progress(run) or str(run.stage or ""), run.owner, clock(run.submitted))
         for run in runs
     ]
     echo_table([("NAME", "PHASE", "PROGRESS", "OWNER", "SUBMITTED"), *rows])
@@ -173,7 +172,7 @@ def wait(
 ) -> None:
     """Show what a run is doing until it ends. Exit code 1 if it does not succeed."""
     with errors(), _interruptible(name):
-        _end(connect(backend, poll=poll).wait(name, timeout=timeout, show=_Line().show))
+        _end(connect(backend, poll=poll).wait(name, timeout=timeout, show=WaitLine().show))
 
 
 @app.command()
@@ -211,7 +210,7 @@ def metrics(
             if format == "json":
                 echo_json(point)
             else:
-                typer.echo(_metrics_line(point))
+                typer.echo(metrics_line(point))
 
 
 @app.command()
@@ -223,7 +222,7 @@ def events(name: _Name, format: _Format = "text", backend: _Backend = "local") -
                 echo_json(event)
             else:
                 about = event.about and f" ({event.about})"
-                typer.echo(f"{_clock(event.time)}  {event.reason:<12} {event.message}{about}")
+                typer.echo(f"{clock(event.time)}  {event.reason:<12} {event.message}{about}")
 
 
 @app.command()
@@ -311,14 +310,14 @@ def _follow(client: Client, name: str, *, times: bool, rank: int | None) -> None
 
 
 def _print_log(client: Client, name: str, *, follow: bool, times: bool, rank: int | None) -> None:
-    status, heading = _StatusLine(), _Heading()
+    status, heading = StatusLine(), LogHeading()
     try:
         for line in client.logs(name, follow=follow, show=status.show if sys.stdout.isatty() else None):
             if rank is None or line.rank == rank:
                 status.clear()
                 if text := heading.before(line):
                     typer.echo(text)
-                typer.echo(f"{_clock(line.time) + ' ' if times else ''}{line.prefix} {line.text}")
+                typer.echo(f"{clock(line.time) + ' ' if times else ''}{line.prefix} {line.text}")
     finally:
         status.clear()
 
@@ -329,97 +328,3 @@ def _end(run: Run) -> None:
     message = f": {run.message}" if run.message else f", outputs: strata outputs {run.name}" * good
     typer.echo(f"{run.name} {run.phase}{message}", err=not good)
     raise typer.Exit(0 if good else 1)
-
-
-class _Heading:
-    """Names the attempt, the pod and the time where a log goes on in another attempt, or is of a pod that is gone."""
-
-    def __init__(self) -> None:
-        self._seen: set[tuple[int, str, str]] = set()
-        self._is_needed = False
-
-    def before(self, line: LogLine) -> str:
-        """The heading before a line; empty if it has been given one, or needs none."""
-        its = (line.attempt, line.source, line.kept)
-        if its in self._seen:
-            return ""
-        self._seen.add(its)
-        # Of a first attempt whose pods exist, the usual case, the lines' ranks say enough.
-        self._is_needed = self._is_needed or bool(line.kept or line.attempt)
-        if not self._is_needed:
-            return ""
-        pod = f"pod {line.source}, " if line.source else ""
-        gone = "which is gone, " if line.kept else ""
-        return f"-- attempt {line.attempt}, {pod}{gone}from {_clock(line.time)} --"
-
-
-class _StatusLine:
-    """What a run is doing, in the last line of a terminal, below its log."""
-
-    def __init__(self) -> None:
-        self._shown = False
-
-    def show(self, run: Run) -> None:
-        """Write the line, cut at the edge of the terminal."""
-        if run.is_done:
-            return
-        text = "  ".join(filter(None, (f"{run.name} {run.stage or run.phase}", _progress(run))))
-        typer.echo(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}", nl=False)
-        self._shown = True
-
-    def clear(self) -> None:
-        """Remove the line: what comes next takes its place."""
-        if self._shown:
-            typer.echo("\r\x1b[K", nl=False)
-        self._shown = False
-
-
-class _Line:
-    """Shows a run that is waited for: one line that a terminal rewrites, elsewhere a line for each change."""
-
-    def __init__(self) -> None:
-        self._before = ""
-        self._live = sys.stdout.isatty()
-
-    def show(self, run: Run) -> None:
-        """Print the state of the run if it changed."""
-        doing = f"{run.name} {run.phase}" + (f", {run.stage}" if run.stage else "")
-        waiting = f", {run.position} before it" if run.position is not None else ""
-        text = f"{doing}{waiting}" + (f" ({run.message})" if run.message else "")
-        if self._live:
-            progress = _progress(run)
-            typer.echo(f"\r\x1b[K{doing}{waiting}{progress and '  ' + progress}", nl=False)
-            if run.message and self._before != text:
-                typer.echo(f"\r\x1b[K{text}")
-        elif text != self._before:
-            typer.echo(text)
-        self._before = text
-
-
-def _progress(run: Run) -> str:
-    if not run.step:
-        return ""
-    parts = [f"step {run.step}" + (f"/{run.steps}" if run.steps else "")]
-    if run.loss is not None:
-        parts.append(f"loss {run.loss:.4f}")
-    if run.eval_loss is not None:
-        parts.append(f"validation loss {run.eval_loss:.4f}")
-    if run.stopped_early is not None:
-        parts.append("stopped early")
-    if not run.is_done and run.tokens_per_second is not None:
-        parts.append(f"{run.tokens_per_second:,.0f} tok/s")
-    if run.eta is not None:
-        minutes, seconds = divmod(int(run.eta), 60)
-        parts.append(f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d} left")
-    return "  ".join(parts)
-
-
-def _metrics_line(point: MetricPoint) -> str:
-    norm = "" if point.grad_norm is None else f"  norm {point.grad_norm:.3f}"
-    more = "".join(f"  {name} {value:.3f}" for name, value in point.metrics.items())
-    rate = f"{point.tokens_per_second:,.0f} tok/s"
-    return f"step {point.step}  loss {point.loss:.4f}{more}  lr {point.learning_rate:.2e}{norm}  {rate}"
-
-
-def _clock(seconds: float | None) -> str:
-    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

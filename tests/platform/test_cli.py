@@ -135,7 +135,8 @@ def test_files_that_a_spec_names_and_this_machine_lacks(tmp_path, backend):
 def test_a_local_run_is_not_started_without_its_files(tmp_path):
     (tmp_path / "my.yaml").write_text("data: {source: rows.jsonl}")
     result = strata("submit", "my.yaml", cwd=tmp_path)
-    assert result.returncode == 2 and "data.source: there is no such file" in result.stderr
+    assert result.returncode == 2
+    assert result.stderr.startswith("my.yaml has 1 problem:\n  data.source (line 1): there is no such file")
     assert not (tmp_path / "out").exists()
 
 

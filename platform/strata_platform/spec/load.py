@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from strata_platform.errors import Problem, SpecError
+from strata_platform.errors import Place, Problem, SpecError
 from strata_platform.file_io import require_regular_file
 from strata_platform.spec.compose import Composed, compose
 from strata_platform.spec.environment import escape_variables
@@ -55,11 +55,15 @@ def load_spec_argument(argument: str | Path, overrides: Iterable[str] = ()) -> R
     return load_argument_with_places(argument, overrides)[0]
 
 
-def load_argument_with_places(argument: str | Path, overrides: Iterable[str] = ()) -> tuple[RunSpec, Composed]:
-    """As `load_spec_argument`; also the values before defaults are filled in, with the place of each."""
+def load_argument_with_places(
+    argument: str | Path, overrides: Iterable[str] = ()
+) -> tuple[RunSpec, str, dict[str, Place]]:
+    """As `load_spec_argument`; also the name of what was read, for errors, and the place of each field in it."""
     if str(argument) == "-":
-        return _parse(_read_standard_input(), STANDARD_INPUT, overrides)
-    return load_spec_with_places(Path(argument), overrides)
+        spec, composed = _parse(_read_standard_input(), STANDARD_INPUT, overrides)
+        return spec, STANDARD_INPUT, composed.places
+    spec, composed = load_spec_with_places(Path(argument), overrides)
+    return spec, str(argument), composed.places
 
 
 def read_values(path: str | Path) -> Any:

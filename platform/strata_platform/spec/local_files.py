@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from strata_platform.errors import Problem, SpecError
+from strata_platform.errors import Place, Problem, SpecError
 from strata_platform.file_io import require_regular_file
 from strata_platform.spec.data import DATA_SUFFIXES, Data, Reading, is_template_file
 from strata_platform.spec.describe import closest_match, format_value
@@ -25,11 +25,17 @@ _WIDTH = 4096
 
 def require_local_files(spec: RunSpec) -> None:
     """Raises SpecError, which lists every file and folder that `spec` names and this machine lacks."""
-    if problems := list(local_file_problems(spec)):
+    if problems := list(_problems(spec)):
         raise SpecError(problems)
 
 
-def local_file_problems(spec: RunSpec) -> Iterator[Problem]:
+def missing_local_files(spec: RunSpec, source: str, places: Mapping[str, Place]) -> SpecError | None:
+    """The error that `require_local_files` raises, with the lines of the file `source` that `spec` was read from."""
+    problems = list(_problems(spec))
+    return SpecError(problems).with_places(source, places) if problems else None
+
+
+def _problems(spec: RunSpec) -> Iterator[Problem]:
     """A problem for each file or folder that `spec` names and this machine lacks; also for an `output` that is a file,
     and for the models of stages.
 
