@@ -10,9 +10,7 @@ adapter that is switched off, hooks that gather weights, `torch.compile`, `per_o
 
 from __future__ import annotations
 
-import ast
 import inspect
-import textwrap
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -32,6 +30,7 @@ from strata_kernels.ops.norm.rms_norm import rms_norm_and_input
 from strata_kernels.patch.structure import activation_function, is_hooked, original_class, recipe_of
 from strata_kernels.patch.table import Mlp, Norm
 from tasks.runtime.models.float8 import Float8FrozenLinear
+from tasks.runtime.models.forward_source import calls_with_one_input, ends_with_o_proj, has_usual_forward, usual_forward
 
 # Where a layer that shares its input keeps its group.
 _GROUP = "_strata_group"
@@ -160,80 +159,22 @@ def _compute_mlp(mlp: nn.Module, recipe: Mlp, x: Tensor) -> Tensor | None:
 
 
 def _is_usual(layer: Any) -> bool:
-    """Whether it is a decoder layer that computes as `_usual_forward` does, and its attention ends with `o_proj`."""
+    """Whether it is a decoder layer that computes as `usual_forward` does, and its attention ends with `o_proj`."""
     cls: Any = type(layer)
-    if not _is_written_as_usual(cls):
+    if not has_usual_forward(cls):
         return False
     names = ("input_layernorm", "post_attention_layernorm", "self_attn", "mlp")
     if not all(isinstance(getattr(layer, name, None), nn.Module) for name in names):
         return False
     attention: Any = original_class(layer.self_attn)
-    return _ends_with_o_proj(attention)
-
-
-def _usual_forward(  # type: ignore[no-untyped-def]  # pragma: no cover - it is read, not run
-    self,
-    hidden_states,
-    attention_mask=None,
-    position_ids=None,
-    past_key_values=None,
-    use_cache=False,
-    position_embeddings=None,
-    **kwargs,
-):
-    residual = hidden_states
-    hidden_states = self.input_layernorm(hidden_states)
-    hidden_states, _ = self.self_attn(
-        hidden_states=hidden_states,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        past_key_values=past_key_values,
-        use_cache=use_cache,
-        position_embeddings=position_embeddings,
-        **kwargs,
-    )
-    hidden_states = residual + hidden_states
-    residual = hidden_states
-    hidden_states = self.post_attention_layernorm(hidden_states)
-    hidden_states = self.mlp(hidden_states)
-    hidden_states = residual + hidden_states
-    return hidden_states
-
-
-@cache
-def _is_written_as_usual(cls: Any) -> bool:
-    found = _function(cls.forward)
-    return found is not None and _parts(found) == _parts(_function(_usual_forward))
-
-
-def _parts(function: Any) -> tuple[list[str], list[str]]:
-    """Its arguments without annotations, and its statements; its docstring is none."""
-    arguments = function.args
-    named = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-    further = [argument.arg for argument in (arguments.vararg, arguments.kwarg) if argument]
-    defaults = [ast.unparse(value) for value in arguments.defaults]
-    body = function.body[ast.get_docstring(function) is not None :]
-    return [*named, "*", *further, *defaults], [ast.unparse(statement) for statement in body]
-
-
-@cache
-def _ends_with_o_proj(cls: Any) -> bool:
-    """Whether the first result of its forward pass is that of `o_proj`, which it calls once."""
-    function = _function(cls.forward)
-    if function is None:
-        return False
-    last = [ast.unparse(statement) for statement in function.body[-2:]]
-    called = sum(isinstance(node, ast.Attribute) and node.attr == "o_proj" for node in ast.walk(function))
-    returns = sum(isinstance(node, ast.Return) for node in ast.walk(function))
-    ends = ["attn_output = self.o_proj(attn_output)", "return (attn_output, attn_weights)"]
-    return last == ends and called == 1 and returns == 1
+    return ends_with_o_proj(attention)
 
 
 @cache
 def _fused_decoder_layer(cls: Any) -> Any:
-    """The subclass of a decoder layer's class that is written as `_usual_forward`."""
+    """The subclass of a decoder layer's class that is written as `usual_forward`."""
     original: Callable[..., Tensor] = cls.forward
-    defaults = {name: p.default for name, p in list(inspect.signature(_usual_forward).parameters.items())[2:-1]}
+    defaults = {name: p.default for name, p in list(inspect.signature(usual_forward).parameters.items())[2:-1]}
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or torch.compiler.is_compiling() or has_mode() or not _adds_by_parts(self):
@@ -408,55 +349,3 @@ def _unpack(base: Any) -> Tensor:
 
     weight: Tensor = dequantize_4bit(base.weight.data, quant_state=base.weight.quant_state)
     return weight.to(base.compute_dtype)
-
-
-@cache
-def calls_with_one_input(cls: Any) -> tuple[tuple[str, ...], ...]:
-    """The names of children that `cls.forward` calls with one variable that it does not set in between.
-
-    Read from its source, and nothing depends on it but speed. Empty if there is no source.
-    """
-    function = _function(cls.forward)
-    if function is None:
-        return ()
-    calls = _Calls()
-    calls.visit(function)
-    return tuple(tuple(names) for names in calls.found.values() if len(names) > 1)
-
-
-def _function(function: Callable[..., Any]) -> ast.FunctionDef | None:
-    """The source of `function`, if there is one."""
-    try:
-        (found,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body
-    except (OSError, TypeError, SyntaxError, ValueError):
-        return None
-    return found if isinstance(found, ast.FunctionDef) else None
-
-
-class _Calls(ast.NodeVisitor):
-    """Calls `self.child(variable)` by the variable and how often it was set before."""
-
-    def __init__(self) -> None:
-        self.found: dict[tuple[str, int], list[str]] = {}
-        self._set: dict[str, int] = {}
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        """The value is computed before the targets are set."""
-        self.visit(node.value)
-        for target in node.targets:
-            self.visit(target)
-
-    def visit_Name(self, node: ast.Name) -> None:
-        """Count where the variable is set."""
-        if isinstance(node.ctx, ast.Store):
-            self._set[node.id] = self._set.get(node.id, 0) + 1
-
-    def visit_Call(self, node: ast.Call) -> None:
-        """Note a call of a child."""
-        child, given = node.func, node.args
-        is_own = isinstance(child, ast.Attribute) and isinstance(child.value, ast.Name) and child.value.id == "self"
-        if is_own and len(given) == 1 and not node.keywords and isinstance(given[0], ast.Name):
-            assert isinstance(child, ast.Attribute)
-            key = (given[0].id, self._set.get(given[0].id, 0))
-            self.found.setdefault(key, []).append(child.attr)
-        self.generic_visit(node)

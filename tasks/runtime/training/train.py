@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -22,7 +21,6 @@ from tasks.runtime.checkpoint.state import dtypes_of, load_model, load_optimizer
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.data import PreparedData
-from tasks.runtime.data.mixture import source_shares
 from tasks.runtime.evaluation.during_training import TrainingEvaluator
 from tasks.runtime.extensions.callback_runner import CallbackRunner
 from tasks.runtime.generation import start_engine
@@ -42,9 +40,8 @@ from tasks.runtime.models.build import (
     saved_dtype,
     set_special_tokens,
 )
-from tasks.runtime.models.flash_attention_4 import usable_version
 from tasks.runtime.models.float8 import keep_slow_layers, quantize_frozen_weights, saves_frozen_weights
-from tasks.runtime.models.lora import add_adapter, base_fingerprint, describe_experts, require_base
+from tasks.runtime.models.lora import add_adapter, base_fingerprint, require_base
 from tasks.runtime.models.pissa import (
     INITIAL,
     InitialMatrices,
@@ -53,7 +50,6 @@ from tasks.runtime.models.pissa import (
     set_initial_matrices,
 )
 from tasks.runtime.models.quantization import quantize_linear_layers
-from tasks.runtime.models.recurrent_layers import describe_recurrent_layers, missing_fast_paths
 from tasks.runtime.models.trained_weights import AVERAGED_BY
 from tasks.runtime.objectives import ObjectiveContext, build_validation_objective
 from tasks.runtime.objectives.training_step import TrainingStep, build_training_step
@@ -61,17 +57,18 @@ from tasks.runtime.optim.lr_schedule import learning_rate_factor
 from tasks.runtime.optim.optimizer import build_optimizer
 from tasks.runtime.parallel import build_strategy
 from tasks.runtime.preflight import run_checks
-from tasks.runtime.process.ranks import Processes
 from tasks.runtime.process.rng import seed_generators
 from tasks.runtime.process.signals import Preempted, StopRequest, defer_sigterm
 from tasks.runtime.process.watchdog import Watchdog
 from tasks.runtime.run_folder.metrics_file import seconds_trained
 from tasks.runtime.run_folder.record import CompletionRecord
-from tasks.runtime.training.completion import device_name, final_checkpoint, write_record
+from tasks.runtime.training.completion import device_name, write_record
 from tasks.runtime.training.cuda_graphs import with_cuda_graphs
-from tasks.runtime.training.early_stopping import EarlyStopping, stopped_early
+from tasks.runtime.training.early_stopping import EarlyStopping
 from tasks.runtime.training.frameworks import load_framework
 from tasks.runtime.training.job import Framework, Job
+from tasks.runtime.training.resume_point import find_resume_point, is_over, same_rank_layout
+from tasks.runtime.training.run_summary import log_sources, log_summary
 from tasks.runtime.training.session import Session
 from tasks.runtime.training.step_guard import StepGuard
 from tasks.runtime.training.time_limit import TimeLimit
@@ -94,7 +91,7 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
     steps = total_steps(run.spec, data.rows)
     # Raises before anything is loaded.
     learning_rate_factor(run.spec.schedule, steps)
-    resume_from, finished = run.processes.on_main(lambda: _find_resume_point(run, data, steps))
+    resume_from, finished = run.processes.on_main(lambda: find_resume_point(run, data, steps))
     if finished:
         if finished.stopped_early:
             report_progress(stopped_early=finished.steps)
@@ -102,7 +99,7 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
         else:
             log.info("all %d steps are done already (%s)", steps, resume_from)
         return finished
-    over = run.processes.on_main(lambda: _is_over(run, resume_from, steps))
+    over = run.processes.on_main(lambda: is_over(run, resume_from, steps))
     spent = run.processes.on_main(lambda: seconds_trained(run.folder.metrics))
     time_limit = TimeLimit(run.spec.resources.time_limit, spent, run.processes)
     if not over:
@@ -112,8 +109,8 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
     model, base, initial = _build_model(run, resume_from)
     set_special_tokens(model, data.tokenizer())
     step = build_training_step(model, run.spec, run.processes.device, data)
-    _log_summary(run, step, steps, resume_from)
-    _log_sources(run, data, steps)
+    log_summary(run, step, steps, resume_from)
+    log_sources(run, data, steps)
     report_progress(stage=Stage.TRAINING, steps=steps, attempt=attempt)
     # Counted now: some strategies leave parameters empty between passes.
     parameters = (model.num_parameters(), model.num_parameters(only_trainable=True))
@@ -363,14 +360,6 @@ def _load(
     return set_random_states
 
 
-def same_rank_layout(metadata: Mapping[str, Any], processes: Processes) -> bool:
-    """Whether each rank may use its own random states of a checkpoint: the job has the same size and tensor
-    parallelism.
-    """
-    there = metadata["world_size"], metadata.get("copies", processes.tp_size)
-    return there == (processes.world_size, processes.tp_size)
-
-
 def total_steps(spec: RunSpec, rows: int | None) -> int:
     """Optimizer steps of the run; `training.epochs` is converted by the number of rows, if that is known."""
     answers = spec.objective.group_size if isinstance(spec.objective, Grpo) else 1
@@ -385,109 +374,3 @@ def total_steps(spec: RunSpec, rows: int | None) -> int:
         return spec.training.steps
     assert rows is not None
     return math.ceil(spec.epochs * rows * spec.steps_per_row)
-
-
-def _find_resume_point(run: Session, data: PreparedData, steps: int) -> tuple[Path | None, CompletionRecord | None]:
-    """The checkpoint to resume from, and the record if the run is complete. Removes what a killed save left.
-
-    Runs on rank 0, which sends the result to the others.
-    """
-    root = run.folder.checkpoints
-    # One or the other: each of them reads and digests the whole checkpoint.
-    latest = checkpoint.latest(root) if run.uploader is None else run.uploader.download_latest()
-    if latest and run.spec.checkpoint.resume == "never":
-        raise ValueError(
-            f"checkpoint.resume is 'never' but {run.folder.checkpoints} has checkpoints; "
-            "set it to 'auto' to continue, choose another name, or remove the folder"
-        )
-    if latest and checkpoint.metadata_of(latest)["data_hash"] not in data.manifest.identities:
-        raise ValueError(
-            f"{latest} was trained on other rows than data.source{'s' if run.spec.data.sources else ''} "
-            f"{data.manifest.source!r} gives now: its files, the tokenizer, the output of the chat template, Python or "
-            "a package changed. Restore them, or the folder of "
-            f"the prepared data, to continue that run, choose another name, or remove {run.folder.root}"
-        )
-    done = checkpoint.step_of(latest) if latest else 0
-    if (not latest or _is_over(run, latest, steps)) and run.folder.record.exists():
-        record = CompletionRecord.load(run.folder.record)
-        if record.status == "complete" and latest:
-            # The folder may have moved since, and checkpoint.load_best_model_at_end may have changed.
-            return latest, record.model_copy(update={"checkpoint": str(final_checkpoint(run.spec.checkpoint, latest))})
-        if record.status == "complete":
-            raise ValueError(
-                f"{run.folder.record} says that all {record.steps} steps are done, and {run.folder.checkpoints} has "
-                "no complete checkpoint; restore it (the chart's `retention.checkpoints` removes old ones), choose "
-                f"another name, or remove {run.folder.root}, its exported model included, to train again"
-            )
-    if not latest and run.folder.has_progress:
-        log.warning("%s has recorded steps but no complete checkpoint: the run starts again", run.folder.root)
-    checkpoint.discard_after(run.folder.checkpoints, done)
-    if run.uploader is not None:
-        run.uploader.discard_after(done)
-        if latest:
-            run.uploader.enqueue_pending(latest)
-    run.folder.record.unlink(missing_ok=True)
-    return latest, None
-
-
-def _is_over(run: Session, latest: Path | None, steps: int) -> bool:
-    """Whether nothing is left to train after the checkpoint `latest`."""
-    if latest is None:
-        return False
-    return checkpoint.step_of(latest) >= steps or stopped_early(checkpoint.metadata_of(latest), run.spec.evaluation)
-
-
-def _log_sources(run: Session, data: PreparedData, steps: int) -> None:
-    if not run.processes.is_main:
-        return
-    if data.rows is None:
-        # How many rows each has, and so how often it repeats, is known at the end.
-        for source in run.spec.data.sources:
-            log.info("source %s: weight %s, rows are still being prepared", ", ".join(source.names), source.weight)
-        return
-    for share in source_shares(data.manifest, run.spec.data.weights, [(0, round(steps / run.spec.steps_per_row))]):
-        log.info("source %s", share)
-
-
-def _log_summary(run: Session, step: TrainingStep, steps: int, resume_from: Path | None) -> None:
-    if not run.processes.is_main:
-        return
-    model, patched = step.model, step.patched
-    log.info(
-        "model %s, %.1f M parameters, %s, on %d x %s",
-        run.spec.model.name,
-        model.num_parameters() / 1e6,
-        str(model.dtype).removeprefix("torch."),
-        run.processes.world_size,
-        device_name(run.processes),
-    )
-    if run.spec.adapter.type != "none":
-        learning = model.num_parameters(only_trainable=True)
-        log.info("adapter: %s, %.2f M parameters learn", run.spec.adapter.type, learning / 1e6)
-        if line := describe_experts(model, run.spec.adapter, patched):
-            log.info(line)
-    if run.spec.optimizer.paged and run.processes.device.type == "cpu":
-        log.warning("optimizer.paged has no effect without a GPU: moments are in ordinary memory")
-    if run.spec.training.activation_offloading and run.processes.device.type == "cpu":
-        log.warning("training.activation_offloading has no effect without a GPU: activations are in host memory")
-    if step.dropout_off:
-        log.info("dropout: off, of the model and its adapter: %s compares answers", run.spec.objective.type)
-    if step.varlen:
-        by = f", by flash-attn-4 {flash_4}" if (flash_4 := usable_version(model.config)) else ""
-        log.info("attention: varlen, without masks%s", by)
-    if line := describe_recurrent_layers(model):
-        log.log(logging.WARNING if missing_fast_paths(model) else logging.INFO, "recurrent layers: %s", line)
-    unfused = patched is not None and not patched.replaced
-    log.log(logging.WARNING if unfused else logging.INFO, "kernels: %s", patched.summary() if patched else "off")
-    if patched is not None and patched.by_structure:
-        log.info("kernels: %s", patched.proof_summary())
-    log.info(
-        "training: %d steps of %d rows, up to %s tokens, in %d forward passes, %s",
-        steps,
-        run.spec.rows_per_step,
-        f"{run.spec.rows_per_step * run.spec.data.sequence_length:,}",
-        run.spec.training.gradient_accumulation_steps,
-        run.spec.runtime.framework,
-    )
-    if resume_from:
-        log.info("continuing after step %d (%s)", checkpoint.step_of(resume_from), resume_from)

@@ -28,8 +28,8 @@ from tasks.runtime.process.errors import Unreachable
 from tasks.runtime.process.signals import Preempted
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.training.job import Job
+from tasks.runtime.training.resume_point import find_resume_point
 from tasks.runtime.training.session import session
-from tasks.runtime.training.train import _find_resume_point
 from tests.runtime.helpers.comparable_runs import curve, make_spec
 from tests.runtime.helpers.train_only import train_spec
 
@@ -502,7 +502,7 @@ def test_a_start_digests_each_file_of_the_newest_checkpoint_once(make_uploader, 
     monkeypatch.setattr(manifest, "_digest", lambda file: digested.append(file.name) or digest(file))
     run = SimpleNamespace(uploader=uploader, folder=folder, spec=RunSpec())
     data = SimpleNamespace(manifest=SimpleNamespace(identities=("d",)))
-    assert _find_resume_point(run, data, 100) == (folder.checkpoints / "checkpoint-50", None)
+    assert find_resume_point(run, data, 100) == (folder.checkpoints / "checkpoint-50", None)
     uploader.finish()
     assert sorted(digested) == ["a.safetensors", "config.json"]
 

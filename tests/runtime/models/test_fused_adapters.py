@@ -19,10 +19,11 @@ from strata_kernels import patch_model, unpatch_model
 from strata_kernels.patch.table import ROWS
 from strata_platform.spec import RunSpec
 from strata_platform.spec.training import Training
-from tasks.runtime.models import fused_adapters
+from tasks.runtime.models import forward_source, fused_adapters
 from tasks.runtime.models.activation_checkpointing import checkpoint_activations
 from tasks.runtime.models.float8 import quantize_frozen_weights, use_float8
-from tasks.runtime.models.fused_adapters import calls_with_one_input, fuse_adapters
+from tasks.runtime.models.forward_source import calls_with_one_input
+from tasks.runtime.models.fused_adapters import fuse_adapters
 from tasks.runtime.models.lora import without_adapter
 from tasks.runtime.models.quantization import _linear_4bit
 
@@ -352,14 +353,14 @@ def test_layers_of_the_usual_form_are_found_in_the_source():
     for row in ROWS.values():
         home = import_module(row.module)
         layer, attention = (getattr(home, row.prefix + name) for name in ("DecoderLayer", "Attention"))
-        if fused_adapters._is_written_as_usual(layer) and fused_adapters._ends_with_o_proj(attention):
+        if forward_source.has_usual_forward(layer) and forward_source.ends_with_o_proj(attention):
             usual.add(row.prefix)
     # Others norm what they add (OLMo 2, Gemma 2), scale it (Granite), drop parts of it (Phi-3), or have other names.
     assert usual == {
         *("Llama", "Mistral", "Ministral", "Ministral3", "Qwen2", "Qwen3", "SmolLM3", "Gemma", "Glm", "Helium"),
         *("Ernie4_5", "HunYuanDenseV1", "Cwm", "Arcee"),
     }
-    assert not fused_adapters._is_written_as_usual(nn.Linear) and not fused_adapters._ends_with_o_proj(LlamaMLP)
+    assert not forward_source.has_usual_forward(nn.Linear) and not forward_source.ends_with_o_proj(LlamaMLP)
 
 
 class Different(nn.Module):

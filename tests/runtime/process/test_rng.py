@@ -7,7 +7,7 @@ import torch
 
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.process.rng import random_states, restore_random_states, seed_generators
-from tasks.runtime.training.train import same_rank_layout
+from tasks.runtime.training.resume_point import same_rank_layout
 
 
 def draw():
