@@ -1,8 +1,12 @@
 """Files between tasks: a store that is away is waited for, in place."""
 
+import asyncio
+import gc
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 
+import aiohttp
 import fsspec
 import pytest
 from flytekit.core.context_manager import FlyteContextManager
@@ -10,6 +14,7 @@ from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.core.type_engine import TypeEngine
 from flytekit.exceptions.user import FlyteDataNotFoundException, FlyteRecoverableException
 from flytekit.types.directory import FlyteDirectory
+from flytekit.utils.asyn import loop_manager
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tasks import paths
@@ -167,3 +172,23 @@ def test_what_cannot_be_read_for_long_is_a_matter_for_another_attempt(store, clo
     with pytest.raises(FlyteRecoverableException, match=r"away://bucket/run/gone could not be read for 8\d\d s: "):
         paths.fetched(handed("away://bucket/run/gone"), clock.append)
     assert 870 < sum(clock) <= 900
+
+
+async def _session():
+    return aiohttp.ClientSession()
+
+
+async def _fail_unseen():
+    asyncio.get_running_loop().call_exception_handler({"message": "a part of the upload failed"})
+
+
+@pytest.mark.filterwarnings("ignore:Unclosed client session:ResourceWarning")
+def test_connections_that_flytekit_leaves_open_are_no_errors_in_the_log_of_a_pod(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("flytekit"), "handlers", [caplog.handler])
+
+    loop_manager.run_sync(_session)
+    gc.collect()
+    loop_manager.run_sync(_fail_unseen)
+
+    (record,) = caplog.records
+    assert "a part of the upload failed" in record.getMessage()
