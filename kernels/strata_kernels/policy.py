@@ -20,6 +20,7 @@ first four differ in `policy_weights` alone:
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -185,7 +186,8 @@ def group_advantages(rewards: Tensor, group_size: int, *, scale: RewardScale = "
     """(reward - mean of its group) / (standard deviation + 1e-4), [S]; zeros where all rewards of a group are equal.
 
     Args:
-        rewards: [S], groups of `group_size` answers to one prompt, one group after the other.
+        rewards: [S], groups of `group_size` answers to one prompt, one group after the other. NaN for an answer without
+            a reward, which no mean or deviation counts, and whose advantage is 0.
         group_size: answers to a prompt.
         scale: the standard deviation of the group, of the batch, or "none" for a divisor of 1.
     """
@@ -193,15 +195,20 @@ def group_advantages(rewards: Tensor, group_size: int, *, scale: RewardScale = "
     if group_size < 1 or rewards.shape[0] % group_size:
         raise ValueError(f"{rewards.shape[0]} rewards are no whole number of groups of group_size {group_size}")
     groups = rewards.view(-1, group_size)
-    centered = groups - groups.mean(1, keepdim=True)
+    unknown = groups.isnan()
     # Of equal numbers, a mean may be off by a rounding.
-    centered = centered.where((groups != groups[:, :1]).any(1, keepdim=True), 0.0)
+    equal = groups.masked_fill(unknown, -math.inf).amax(1) <= groups.masked_fill(unknown, math.inf).amin(1)
+    centered = (groups - groups.nanmean(1, keepdim=True)).masked_fill(unknown | equal[:, None], 0.0)
     if scale == "none":
         return centered.flatten()
-    # Of a single number there is none, and its group is centered to 0.
-    deviation = groups if scale == "group" else rewards[None]
-    spread = deviation.std(1, keepdim=True) if deviation.shape[1] > 1 else torch.zeros_like(deviation)
-    return (centered / (spread + 1e-4)).flatten()
+    return (centered / (known_deviation(groups if scale == "group" else rewards[None]) + 1e-4)).flatten()
+
+
+def known_deviation(values: Tensor) -> Tensor:
+    """The standard deviation of each row of `values` [R, C] without its NaNs, [R, 1]; 0 for fewer than two numbers."""
+    known = (~values.isnan()).sum(1, keepdim=True)
+    squares = (values - values.nanmean(1, keepdim=True)).square().nansum(1, keepdim=True)
+    return (squares / (known - 1).clamp(min=1)).sqrt()
 
 
 def _check(

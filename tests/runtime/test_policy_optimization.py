@@ -88,6 +88,7 @@ def recorded(spec):
     return steps
 
 
+UNKNOWN = [{"function": "tests.runtime.helpers.own_rewards:unknown_for_some"}]
 # Our settings and TRL's names for them.
 RUNS = {
     "grpo": ({"loss": "grpo"}, {"loss_type": "grpo"}),
@@ -119,10 +120,16 @@ RUNS = {
         },
     ),
     "mask": ({"loss": "dapo", "overlong": "mask"}, {"loss_type": "dapo", "mask_truncated_completions": True}),
+    # Answers that no reward has a value for.
+    "unscored": ({"rewards": UNKNOWN}, {"loss_type": "dapo"}),
+    "unscored-batch": (
+        {"rewards": UNKNOWN, "loss": "grpo", "scale_rewards": "batch"},
+        {"loss_type": "grpo", "scale_rewards": "batch"},
+    ),
 }
 
 
-def by_trl(output, steps, options):
+def by_trl(output, steps, options, reward=own_rewards.varied):
     """Loss and gradient norm of each step of TRL's trainer, with the answers of our run."""
     from trl import GRPOConfig, GRPOTrainer
 
@@ -148,7 +155,7 @@ def by_trl(output, steps, options):
         )  # fmt: skip
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(output / "pretrained", dtype=torch.float32),
-            reward_funcs=own_rewards.varied, args=args, train_dataset=Dataset.from_list(rows),
+            reward_funcs=reward, args=args, train_dataset=Dataset.from_list(rows),
             processing_class=AutoTokenizer.from_pretrained(output / "pretrained"), rollout_func=rollout,
         )  # fmt: skip
         if "vllm_importance_sampling_mode" in options:
@@ -176,7 +183,8 @@ def test_losses_and_norms_are_those_of_trl(output, name):
         steps = recorded(spec)
     assert len(steps) == -(-STEPS // spec.objective.num_iterations)
     found = [(loss, norm) for _, loss, norm, *_ in curve(spec)]
-    expected = by_trl(output, steps, options)
+    reward = own_rewards.unknown_for_some if "rewards" in objective else own_rewards.varied
+    expected = by_trl(output, steps, options, reward)
     assert len(found) == len(expected) == STEPS
     for step in range(STEPS):
         assert found[step][1] == pytest.approx(expected[step][1], rel=1e-4), f"step {step + 1}"

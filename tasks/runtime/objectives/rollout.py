@@ -6,6 +6,7 @@ spread over micro-batches and ranks, and all ranks know the totals of the step.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -66,9 +67,13 @@ def answers_of(prompts: Sequence[Prompt], samples: Sequence[Sample], tokenizer: 
 
 
 def total_of(rewards: Rewards, settings: Settings, values: Sequence[float | None], sample: Sample) -> float:
-    """The reward of an answer: of one that was cut no more than 0, unless `objective.overlong` says otherwise."""
+    """The reward of an answer, NaN without one: of an answer that was cut it is 0 or less, whether it has one or not,
+    unless `objective.overlong` says otherwise.
+    """
     total = rewards.total(values)
-    return min(total, 0.0) if not sample.finished and settings.overlong == "unrewarded" else total
+    if sample.finished or settings.overlong != "unrewarded":
+        return total
+    return 0.0 if math.isnan(total) else min(total, 0.0)
 
 
 class _Background:
@@ -223,7 +228,7 @@ class Rollout:
 
     def _table(self, prompts: list[Prompt], samples: list[Sample], values: list[list[float | None]]) -> Tensor:
         """[n, 4 + rewards], fp64: the answer's number, its reward, its tokens, whether it is finished, and values of
-        rewards, NaN where there is none.
+        rewards; NaN where there is no reward or value.
         """
         rows = []
         for index, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from strata_kernels.policy import group_advantages
+from strata_kernels.policy import group_advantages, known_deviation
 from strata_platform.spec.objectives import Grpo as Settings
 from tasks.runtime.data.dataset import IGNORE_INDEX, Row
 from tasks.runtime.data.prompts import Prompt
@@ -76,7 +76,7 @@ class Outcome:
     """Answers of all ranks, in the order of their numbers.
 
     numbers, lengths, finished: [n]. values: of each reward, [n, rewards]. groups: the rewards that are learned from,
-    [groups, group_size]. All fp64.
+    [groups, group_size]. All fp64; a reward is NaN where there is none.
     """
 
     numbers: Tensor
@@ -88,7 +88,8 @@ class Outcome:
     @property
     def signal(self) -> Tensor:
         """Whether the rewards of a group differ, [groups]."""
-        return (self.groups != self.groups[:, :1]).any(1)
+        centered = group_advantages(self.groups.flatten(), self.groups.shape[1], scale="none")
+        return centered.view_as(self.groups).any(1)
 
 
 class Written(NamedTuple):
@@ -124,7 +125,7 @@ def withheld(rewards: Tensor, finished: Tensor) -> Tensor:
 
     A reward of 0 would be a prize where functions punish: the model would learn to write without an end.
     """
-    lowest = rewards.masked_fill(~finished, math.inf).amin(1, keepdim=True)
+    lowest = rewards.masked_fill(~finished | rewards.isnan(), math.inf).amin(1, keepdim=True)
     return rewards.where(finished, rewards.minimum(lowest))
 
 
@@ -151,7 +152,7 @@ def step_of(
             "prompt": drawn.answers.prompts[index],
             "answer": drawn.answers.completions[index],
             "finished": sample.finished,
-            "reward": float(rewards[places[prompt.answer or 0]]),
+            "reward": _number(rewards[places[prompt.answer or 0]]),
             "rewards": {term.title: of[index] for term, of in zip(settings.rewards, own, strict=True)},
         }
         for index, (prompt, sample) in enumerate(zip(prompts, samples, strict=True))
@@ -165,8 +166,9 @@ def step_of(
     mine = torch.tensor([places[prompt.answer or 0] for prompt in prompts])
     # Of the first prompts: those in the place of others are chosen by their rewards.
     metrics = {
-        "reward": float(first.groups.mean()),
-        "reward_std": float(first.groups.std(1).mean()),
+        "reward": float(first.groups.nanmean().nan_to_num()),
+        "reward_std": float(known_deviation(first.groups).mean()),
+        "unscored": float(first.groups.isnan().double().mean()),
         **{
             f"reward/{term.title}": float(column.nanmean().nan_to_num())
             for term, column in zip(settings.rewards, first.values.unbind(1), strict=True)
@@ -193,6 +195,11 @@ def step_of(
         metrics=metrics,
         told=told,
     )
+
+
+def _number(value: Tensor) -> float | None:
+    """What JSON has of a reward."""
+    return None if value.isnan() else float(value)
 
 
 def rows_of(step: Step, first: int, size: int) -> list[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -55,7 +56,9 @@ class Rewards:
         ]
 
     def total(self, values: Sequence[float | None]) -> float:
-        """The weighted sum of an answer's values; a reward without a value counts 0."""
+        """The weighted sum of an answer's values, of which one that is missing counts 0; NaN if all are missing."""
+        if all(value is None for value in values):
+            return math.nan
         return sum(term.weight * (value or 0.0) for term, value in zip(self._terms, values, strict=True))
 
 

@@ -10,6 +10,13 @@ def varied(completions, **columns):
     return [(sum(map(ord, text)) % 7) / 7 + 0.05 * len(text) for text in completions]
 
 
+def unknown_for_some(completions, **columns):
+    """As `varied`, but no value for about half of the answers."""
+    return [
+        None if sum(map(ord, text)) % 2 else value for text, value in zip(completions, varied(completions), strict=True)
+    ]
+
+
 def rounded(completions, least=0, **columns):
     """0 or 1, so that groups may have no signal."""
     return [float(sum(map(ord, text)) % 3 >= least + 1) for text in completions]
