@@ -61,9 +61,9 @@ def spec(
         typer.Argument(help="YAML or JSON file, - for standard input; without one, the spec with all its defaults."),
     ] = None,
     overrides: commands.Overrides = None,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of a spec instead.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of specs, and read no spec.")] = False,
     checks: Annotated[
-        bool, typer.Option("--checks", help="Print the checks that a run passes before it trains instead.")
+        bool, typer.Option("--checks", help="Print the checks that run before training, and read no spec.")
     ] = False,
     format: Annotated[Literal["yaml", "json"], typer.Option(help="Output format.")] = "yaml",
     backend: Annotated[
@@ -73,7 +73,7 @@ def spec(
         ),
     ] = "local",
 ) -> None:
-    """Check a spec, and that the files it names exist, and print it with its defaults filled in."""
+    """Check a spec and that the files it names exist, and print it with every default."""
     from strata_platform.spec import dump_spec
     from strata_platform.spec.schema import json_schema
 
@@ -153,7 +153,7 @@ def estimate_(
 ) -> None:
     """Estimate memory, time and cost of a run, and propose the cheapest layout that fits.
 
-    A run that does not fit gets a table of changes that save memory, with the price of each. A spec with
+    For a run that does not fit, it prints changes that save memory, and what each costs. A spec with
     resources.gpu 0 is estimated on CPUs, unless you name a GPU model. Exit code 1 if the run does not fit, or if no
     queue of the cluster can ever admit it.
     """
@@ -193,7 +193,7 @@ def estimate_(
 
 @app.command()
 def costs(
-    days: Annotated[int, typer.Option(min=1, help="Of runs submitted in so many days.")] = 30,
+    days: Annotated[int, typer.Option(min=1, help="Count the runs submitted in this many days.")] = 30,
     prices: Annotated[
         Path | None, typer.Option(envvar="STRATA_PRICES", help="File with a table of prices; see docs/estimate.md.")
     ] = None,
@@ -203,10 +203,10 @@ def costs(
         BackendName, typer.Option(envvar="STRATA_BACKEND", help="This machine, or a cluster.")
     ] = "local",
 ) -> None:
-    """Show the GPU hours and the cost of each person's runs: all attempts, however they ended or while they run.
+    """Show the GPU hours and the cost of each person's runs, with failed and running attempts.
 
-    What counts is the time for which attempts held their GPUs. On a cluster each project has its own lines; without
-    --project, it is that of STRATA_PROJECT.
+    An attempt counts for as long as it held its GPUs. On a cluster each project has its own lines; the default project
+    is that of STRATA_PROJECT.
     """
     from strata_platform.costs import CPU, used_by_owner
 
@@ -240,7 +240,8 @@ def doctor(
         str, typer.Argument(help="; ".join(f"{name}: {what}" for name, what in TARGETS.items()))
     ] = "laptop",
     backend: Annotated[
-        BackendName, typer.Option(envvar="STRATA_BACKEND", help="What runs go to; kubernetes looks for no Flyte.")
+        BackendName,
+        typer.Option(envvar="STRATA_BACKEND", help="Where you submit runs; kubernetes leaves out the checks of Flyte."),
     ] = "flyte",
     format: Annotated[Literal["text", "json"], typer.Option(help="Output format.")] = "text",
 ) -> None:
@@ -262,11 +263,13 @@ def doctor(
 def verify(
     file: Annotated[str, typer.Argument(help="YAML or JSON file of a spec, - for standard input.")],
     overrides: commands.Overrides = None,
-    only: Annotated[list[str] | None, typer.Option(help="Do this check alone; may be given several times.")] = None,
-    layers: Annotated[int, typer.Option(min=0, help="Cut the model to its first layers; 0 leaves it whole.")] = 4,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; lines go to standard error.")] = False,
+    only: Annotated[list[str] | None, typer.Option(help="Run only this check; may be given several times.")] = None,
+    layers: Annotated[int, typer.Option(min=0, help="Keep only this many layers of the model; 0 keeps all.")] = 4,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON to standard output, and progress to standard error.")
+    ] = False,
 ) -> None:
-    """Check on this machine that the spec's model and data train right: minutes before a week of GPUs.
+    """Check on this machine that the spec's model and data train correctly. Takes minutes.
 
     Exit code 1 if a check fails, 68 if the Hugging Face Hub cannot be reached.
     """

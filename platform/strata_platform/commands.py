@@ -43,7 +43,7 @@ _Backend = Annotated[
     typer.Option(envvar="STRATA_BACKEND", help="This machine, or a cluster: with Flyte, or Kubernetes alone."),
 ]
 _Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue with new output until the run ends.")]
-_Poll = Annotated[float, typer.Option(min=0.01, callback=finite, help="Seconds between two looks at a run.")]
+_Poll = Annotated[float, typer.Option(min=0.01, callback=finite, help="Seconds between two queries.")]
 _Format = Annotated[Literal["text", "json"], typer.Option(help="Output format.")]
 
 _INTERRUPTED = 130
@@ -62,13 +62,13 @@ def submit(
         bool,
         typer.Option(
             "--force",
-            help="Submit even if the estimate does not fit, no queue admits the run, or it has succeeded before.",
+            help="Submit even if the run does not fit, no queue admits it, or it has succeeded before.",
         ),
     ] = False,
     image: Annotated[
         str | None,
         typer.Option(
-            help="On a cluster: the image to run; with Flyte, in it this folder's workflow, registered if changed."
+            help="On a cluster: the image to run. With Flyte, it runs this folder's workflow, registered if it changed."
         ),
     ] = None,
     version: Annotated[
@@ -133,7 +133,7 @@ def get(name: _Name, format: _Format = "text", backend: _Backend = "local") -> N
 def list_(
     mine: Annotated[bool, typer.Option("--mine", help="Only runs that you submitted.")] = False,
     owner: Annotated[str | None, typer.Option(help="Only runs that this person submitted.")] = None,
-    limit: Annotated[int, typer.Option(min=0, help="Show so many of the newest runs; 0 shows all.")] = 100,
+    limit: Annotated[int, typer.Option(min=0, help="Show at most this many; 0 shows all.")] = 100,
     format: _Format = "text",
     backend: _Backend = "local",
 ) -> None:
@@ -165,7 +165,7 @@ def _print_table(runs: list[Run]) -> None:
 def wait(
     name: _Name,
     timeout: Annotated[
-        float | None, typer.Option(callback=finite, help="Give up after so many seconds; the run goes on.")
+        float | None, typer.Option(callback=finite, help="Stop waiting after this many seconds; the run continues.")
     ] = None,
     backend: _Backend = "local",
     poll: _Poll = 1.0,
@@ -179,14 +179,14 @@ def wait(
 def logs(
     name: _Name,
     follow: _Follow = False,
-    rank: Annotated[int | None, typer.Option(min=0, help="Only this process.")] = None,
-    times: Annotated[bool, typer.Option("--times", help="Begin each line with its time.")] = False,
+    rank: Annotated[int | None, typer.Option(min=0, help="Only the log of this rank.")] = None,
+    times: Annotated[bool, typer.Option("--times", help="Start each line with its time.")] = False,
     backend: _Backend = "local",
     poll: _Poll = 0.5,
 ) -> None:
-    """Print the log of a run, also of pods that are gone. Exit code 1 if a run that is followed does not succeed.
+    """Print the log of a run, including pods that no longer exist. With --follow, exit code 1 if it does not succeed.
 
-    The path or URL of the folder of a run on a cluster gives the logs that are kept there.
+    Instead of a name, give the path or URL of a run's folder on a cluster to read the logs that are stored there.
     """
     with errors():
         client = connect(backend, poll=poll)
@@ -227,12 +227,12 @@ def events(name: _Name, format: _Format = "text", backend: _Backend = "local") -
 
 @app.command()
 def cancel(name: _Name, backend: _Backend = "local") -> None:
-    """End a run and wait for its end. Its checkpoints stay: submit it again to continue."""
+    """Stop a run and wait until it has ended. Its checkpoints stay: submit it again to continue."""
     with errors():
         client = connect(backend, poll=0.2)
         before = client.get(name)
         after = client.cancel(name)
-        typer.echo(f"{name} had ended before: {after.phase}" if before.is_done else f"{name} is {after.phase}")
+        typer.echo(f"{name} had already ended: {after.phase}" if before.is_done else f"{name} is {after.phase}")
 
 
 @app.command()
@@ -299,7 +299,7 @@ def _interruptible(name: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        typer.echo(f"\n{name} goes on: strata logs -f {name}, strata wait {name}, strata cancel {name}", err=True)
+        typer.echo(f"\n{name} continues: strata logs -f {name}, strata wait {name}, strata cancel {name}", err=True)
         raise typer.Exit(_INTERRUPTED) from None
 
 

@@ -106,7 +106,7 @@ def test_end_of_an_attempt(name, where, says, tmp_path):
     if name == "cannot_train":
         # The first process to end takes the other one with it.
         assert (tmp_path / "starts").read_text().count("a start") <= 2
-    assert "import everything anew" not in ended.stdout
+    assert "import everything again" not in ended.stdout
     kept = [kept_log.parse(file.name, file.read_bytes()) for file in tmp_path.glob("*/logs/*.jsonl")]
     assert len(kept) == (where == "cluster")
     if kept and name == "whose_pod_is_stopped":

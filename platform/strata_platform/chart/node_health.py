@@ -1,11 +1,12 @@
 """The chart's DaemonSet that watches GPUs: `python -m strata_platform.chart.node_health`.
 
-Each round it asks NVML for the state of every GPU of the node, which touches no memory of a GPU and disturbs no run;
-XIDs come in between. What is found becomes the node's condition `GpuUnhealthy`, an event, metrics, and a taint, so that
-no other run starts there. Runs that are on the node go on. The taint goes when nothing has been found for
-RECOVERY_ROUNDS. After an XID, which is an event and no state, it goes when the node has been rebooted, or when somebody
-removes it: `kubectl taint node NAME strata/gpu-unhealthy-`. So does that of a missing GPU, unless it comes back:
-feature discovery soon counts one less. Without the taint these are known to the process alone: a new pod has none.
+Each round it asks NVML for the state of every GPU of the node, which uses no GPU memory and disturbs no run; XIDs
+arrive between rounds. Faults become the node's condition `GpuUnhealthy`, an event, metrics, and a taint, so that no
+other run starts there. Runs on the node continue. The taint is removed after RECOVERY_ROUNDS rounds without a fault.
+
+An XID is an event, not a state: its taint stays until the node is rebooted or someone removes it with
+`kubectl taint node NAME strata/gpu-unhealthy-`. The same holds for a missing GPU that does not come back, because
+feature discovery soon counts one less. Without the taint, only this process knows of such faults; a new pod does not.
 
 The chart passes the settings as JSON in the variable STRATA_NODE_HEALTH, and the node's name in NODE_NAME.
 """
@@ -38,21 +39,21 @@ if TYPE_CHECKING:
 VARIABLE, NODE = "STRATA_NODE_HEALTH", "NODE_NAME"
 TAINT = "strata/gpu-unhealthy"
 
-# Rounds in a row in which something that may pass has to be seen. Everything else counts at once.
+# Rounds in a row in which a transient fault must be seen before it is reported. Other faults are reported at once.
 PATIENCE = 3
 MAY_PASS = ("slowdown", "pcie", "nvlink")
 # Rounds without a finding after which a node is healthy again.
 RECOVERY_ROUNDS = 10
 # Rounds without a driver after which the process ends. A container gets the files of its devices when it starts.
 BLIND_ROUNDS = 10
-# Kubelet and controllers change the node, too; a change that another one has overtaken is made anew.
+# The kubelet and controllers change the node, too; a change that conflicts with theirs is tried again.
 _ATTEMPTS = 8
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _STANDING = re.compile(r"gpu-(\d+)\.([a-z-]+?)(?:-(\d+)(?:\.boot-([0-9a-f]{8}))?)?")
 
 
 class Settings(BaseModel):
-    """What the chart says."""
+    """The settings from the chart."""
 
     taint: bool
     interval: str
@@ -60,14 +61,14 @@ class Settings(BaseModel):
 
     @property
     def seconds(self) -> float:
-        """From one look to the next."""
+        """Seconds from one round to the next."""
         found = duration(self.interval)
         assert found is not None, "the schema lets no empty interval pass"
         return found.total_seconds()
 
 
-class Judge:
-    """Decides from what is seen in each round which faults count."""
+class FaultTracker:
+    """Decides, from the faults seen in each round, which ones to report."""
 
     def __init__(self) -> None:
         self._standing: list[Fault] = []
@@ -77,21 +78,21 @@ class Judge:
         self._healthy_rounds = 0
 
     def resume(self, standing: Sequence[Fault]) -> None:
-        """Go on with the faults for which the node is tainted already."""
+        """Continue with the faults for which the node is already tainted."""
         self._standing = list(standing)
         self._xids = {fault.gpu: fault for fault in standing if fault.kind == "xid"}
 
     def add_xid(self, fault: Fault) -> None:
-        """An XID has come; it counts from now on."""
+        """Report an XID from now on."""
         self._fresh.append(fault)
 
-    def forget(self) -> None:
-        """Somebody has looked after what the node has told of. An XID that it has not told of yet stays."""
+    def clear_reported(self) -> None:
+        """Drop the faults that were reported: someone removed the taint. An XID that was not reported yet stays."""
         self._xids.clear()
         self._standing.clear()
 
-    def told(self) -> None:
-        """The node has told of all that counts."""
+    def mark_reported(self) -> None:
+        """The node's condition shows all current faults."""
         self._xids = self._all_xids()
         self._fresh.clear()
 
@@ -99,7 +100,7 @@ class Judge:
         return {fault.gpu: fault for fault in self._fresh} | self._xids
 
     def count(self, seen: Sequence[Fault]) -> list[Fault]:
-        """The faults that count after a round in which `seen` was seen; those of XIDs first."""
+        """The faults to report after a round that found `seen`; those of XIDs first."""
         self._rounds = {(fault.gpu, fault.kind): self._rounds.get((fault.gpu, fault.kind), 0) + 1 for fault in seen}
         lasting = [
             fault
@@ -142,11 +143,11 @@ class Node:
         return [Fault(gpu, kind, f"{kind}, as found before", "", number)]  # type: ignore[arg-type]
 
     def report(self, found: Sequence[Fault], *, taint: bool) -> bool:
-        """Make condition and taint say what is found, and tell of a change by an event. Returns whether it changed."""
+        """Set condition and taint to what is found, and send an event about a change. Returns whether it changed."""
         self._change("", lambda node: self._with_taint(node, found if taint else ()))
         changed = self._change("/status", lambda node: _with_condition(node, found))
         if changed:
-            self._tell(found)
+            self._send_event(found)
         return changed
 
     def _with_taint(self, node: Object, found: Sequence[Fault]) -> Object | None:
@@ -166,7 +167,7 @@ class Node:
             patch = change(node)
             if patch is None:
                 return False
-            # Lists are replaced as a whole: not what another one has written meanwhile.
+            # A patch replaces a list as a whole, so it must not apply to a newer version of the node.
             patch["metadata"] = {"resourceVersion": node["metadata"]["resourceVersion"]}
             try:
                 self.api.request("PATCH", f"/api/v1/nodes/{self.name}{part}", patch)
@@ -177,7 +178,7 @@ class Node:
             return True
         return False
 
-    def _tell(self, found: Sequence[Fault]) -> None:
+    def _send_event(self, found: Sequence[Fault]) -> None:
         now = _now()
         event = {
             "apiVersion": "v1",
@@ -230,7 +231,7 @@ def _now() -> str:
 
 
 class Metrics:
-    """What Prometheus reads, of this node."""
+    """Prometheus metrics of this node."""
 
     def __init__(self, node: str, registry: CollectorRegistry) -> None:
         # What the training image has; the package itself does without.
@@ -248,7 +249,7 @@ class Metrics:
         )
         self.checked = Gauge(
             "strata_node_gpus_checked_timestamp_seconds",
-            "When the GPUs were looked at, and the node told of it; 0 before.",
+            "When the GPUs were last checked and the node was updated; 0 before.",
             ["node"],
             registry=registry,
         )
@@ -266,61 +267,61 @@ class Metrics:
             self.faults.labels(self._node, fault.gpu, fault.kind).inc()
 
     def reported(self) -> None:
-        """The node tells of it."""
+        """The node's condition is up to date."""
         self.checked.labels(self._node).set_to_current_time()
 
 
 class Watch:
-    """One round after the other."""
+    """Checks the GPUs in rounds, and waits for XIDs in between."""
 
     def __init__(
         self, connect: Callable[[], Node], open_nvml: Callable[[], Nvml], settings: Settings, metrics: Metrics
     ) -> None:
-        """`connect` reads the credentials anew, which Kubernetes replaces while the pod runs."""
+        """`connect` reads the credentials again: Kubernetes replaces them while the pod runs."""
         self._connect, self._open, self._settings, self._metrics = connect, open_nvml, settings, metrics
         self._nvml: Nvml | None = None
-        self._judge = Judge()
+        self._tracker = FaultTracker()
         self._resumed = self._tainted = False
         self._expected = 0
         self.blind_rounds = 0
         """Rounds in a row in which the driver did not work."""
 
     def round(self) -> list[Fault]:
-        """Look at the GPUs and report. Returns the faults that count.
+        """Check the GPUs and report. Returns the faults that were reported.
 
-        Raises ApiError and urllib3's HTTPError if the node cannot be read or changed; the metrics know of faults then.
+        Raises ApiError and urllib3's HTTPError if the node cannot be read or changed; metrics show the faults then.
         """
         try:
             kubernetes = self._read_node()
         finally:
-            found = self._judge.count(self._look())
+            found = self._tracker.count(self._look())
             self._metrics.update(found)
         if kubernetes.report(found, taint=self._settings.taint):
             print(_message(found), flush=True)
-        self._judge.told()
+        self._tracker.mark_reported()
         self._tainted = bool(found) and self._settings.taint
         self._metrics.reported()
         return found
 
     def _read_node(self) -> Node:
-        """Take over what the node tells: faults of before, whether its taint was removed, and its number of GPUs."""
+        """Read the node: faults reported earlier, whether its taint was removed, and its number of GPUs."""
         kubernetes = self._connect()
         node = kubernetes.get()
         if not self._resumed:
             standing = kubernetes.standing(node)
-            self._judge.resume(standing)
+            self._tracker.resume(standing)
             self._expected = max((fault.number or 0 for fault in standing if fault.kind == "missing"), default=0)
             self._resumed = True
         if self._tainted and not any(taint["key"] == TAINT for taint in _taints(node)):
-            print("the taint was removed by hand: what was told of before is forgotten", flush=True)
-            self._judge.forget()
+            print("the taint was removed by hand: faults that were reported before are dropped", flush=True)
+            self._tracker.clear_reported()
             self._expected = 0
-        # Feature discovery counts what is there: a GPU that is gone would be a fault no more.
+        # Feature discovery counts only the GPUs that are present, so a missing GPU would soon look normal.
         self._expected = max(self._expected, _counted(node))
         return kubernetes
 
     def _look(self) -> list[Fault]:
-        """What is seen now. Raises NvmlMissing."""
+        """The faults of this moment. Raises NvmlMissing."""
         try:
             if self._nvml is None:
                 self._nvml = self._open()
@@ -339,7 +340,7 @@ class Watch:
             self._nvml = None
 
     def wait(self, seconds: float) -> None:
-        """Wait for XIDs; returns at once after one that tells of a fault."""
+        """Wait for XIDs; return at once after one that means a fault."""
         end = time.monotonic() + seconds
         # In short waits: while the library waits, no signal is handled.
         while (left := end - time.monotonic()) > 0:
@@ -350,10 +351,10 @@ class Watch:
                     self._metrics.add_xid(xid)
                     fault = xid_fault(xid)
                     if fault is not None:
-                        self._judge.add_xid(fault)
+                        self._tracker.add_xid(fault)
                         return
             except NvmlError as error:
-                # The next round opens it anew, and reports if it cannot.
+                # The next round opens NVML again, and reports a failure.
                 print(f"XIDs cannot be waited for: {error}", flush=True)
                 self._close()
             # A lost GPU ends a wait at once.
@@ -378,7 +379,7 @@ def main() -> None:
     def connect() -> Node:
         return Node(KubernetesApi(Access.of_environment()), name, boot)
 
-    # First of all: what keeps the rounds from being made has to be seen.
+    # Before the first round, so that metrics also show a process whose rounds fail.
     registry = CollectorRegistry()
     watch = Watch(connect, Nvml, settings, Metrics(name, registry))
     start_http_server(settings.port, registry=registry)
@@ -386,15 +387,17 @@ def main() -> None:
         try:
             watch.round()
         except NvmlMissing as error:
-            # Not a fault of the node's: nothing is known of it.
+            # Not a fault of the node: its state is unknown.
             sys.exit(
                 f"NVML cannot be loaded: {error}; set nodeHealth.runtimeClass, or nodeHealth.nodeSelector to GPU nodes"
             )
         except (ApiError, HTTPError) as error:
-            # XIDs are kept until the next round; the metric's time tells that none was told of.
+            # XIDs are kept until the next round. The metric's timestamp shows that the node was not updated.
             print(f"the node cannot be changed: {error}", flush=True)
         if watch.blind_rounds >= BLIND_ROUNDS:
-            sys.exit(f"the driver has not worked in {BLIND_ROUNDS} rounds: the container is started anew")
+            sys.exit(
+                f"the driver has not worked in {BLIND_ROUNDS} rounds: exiting, so that the container is started again"
+            )
         watch.wait(settings.seconds)
 
 

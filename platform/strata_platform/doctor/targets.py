@@ -8,8 +8,8 @@ from strata_platform.doctor.finding import Check
 
 TARGETS = {
     "laptop": "the machine that submits runs",
-    "image": "a container of the training image, from its inside",
-    "node": "a machine or a pod that is to train",
+    "image": "inside a container of the training image",
+    "node": "a machine or a pod that will train",
     "cluster": "the cluster of the current kubeconfig context, or of this pod",
 }
 

@@ -168,10 +168,10 @@ def _remedies(found: Estimate, advice: Advice) -> Iterator[str]:
 def _length(found: Estimate, tokens: float | None, price: Price | None) -> Iterator[str]:
     if tokens is None:
         each = hours(found, 1e9)
-        yield f"length: {each:,.1f} hours for a billion tokens; give --tokens to know this run's"
+        yield f"time: {each:,.1f} hours per billion tokens; give --tokens for the time of this run"
         return
     money = "" if price is None else f", {_money(cost(found, tokens, price), price)} at {price} per GPU and hour"
-    yield f"length: {hours(found, tokens):,.1f} hours for {tokens:,.0f} tokens{money}"
+    yield f"time: {hours(found, tokens):,.1f} hours for {tokens:,.0f} tokens{money}"
 
 
 def _advice(found: Estimate, best: Estimate | None) -> Iterator[str]:

@@ -50,8 +50,8 @@ def _on_policy(objective: Distill) -> Iterator[Contradiction]:
     yield Contradiction(
         used and objective.teacher is None,
         (field, "objective.teacher"),
-        f"{objective.on_policy} needs a teacher that judges answers as they are written, but the data has only what "
-        "one has said before; set objective.teacher, or leave objective.on_policy out",
+        f"{objective.on_policy} needs a teacher that scores new answers, but the data has only stored predictions; "
+        "set objective.teacher, or leave objective.on_policy out",
     )
     yield Contradiction(
         used and objective.weight != 1,

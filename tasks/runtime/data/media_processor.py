@@ -80,7 +80,7 @@ def saved_processor(folder: Path, tokenizer: PreTrainedTokenizerBase) -> MediaPr
         processor = AutoProcessor.from_pretrained(str(folder), trust_remote_code=False)
     # Settings of processors cause errors of any type.
     except Exception as error:
-        way_out = "install it" if isinstance(error, ImportError) else "delete the folder, so that it is written anew"
+        way_out = "install it" if isinstance(error, ImportError) else "delete the folder and prepare the data again"
         raise ValueError(f"the processor in {folder} cannot be loaded: {_shown(error)}; {way_out}") from error
     cls = _class_of(processor)
     if cls is None:

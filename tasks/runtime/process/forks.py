@@ -40,7 +40,7 @@ def prepare_to_fork(what: str) -> bool:
         for module in _PRELOADED:
             import_module(module)
     if not _forks_may_use_gpus():
-        log.warning("%s import everything anew: this process has opened a GPU, which no fork may use then", what)
+        log.warning("%s import everything again: this process has opened a GPU, so they cannot be its forks", what)
         return False
     keep_sigterm_from_forks()
     return True

@@ -188,7 +188,7 @@ class CompletionRecord(BaseModel):
             where = ".".join(map(str, reason["loc"]))
             raise ValueError(
                 f"{path} cannot be read: {f'{where}: ' if where else ''}{reason['msg']}; delete it and start the run "
-                "again, which writes it anew"
+                "again, to write a new one"
             ) from error
 
 
