@@ -474,7 +474,7 @@ def test_ctrl_c_ends_the_looking_and_not_the_run(client, behave):
     with subprocess.Popen([STRATA, "logs", "-f", "run"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as looking:
         assert looking.stdout.readline() == b"[rank 0] rank 0, start 1\n"
         looking.send_signal(signal.SIGINT)
-        assert b"run goes on: strata logs -f run" in looking.stderr.read()
+        assert b"run continues: strata logs -f run" in looking.stderr.read()
     assert looking.returncode == 130
     assert client.get("run").phase is Phase.RUNNING
     assert strata("cancel", "run").stdout == "run is aborted\n"
