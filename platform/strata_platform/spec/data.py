@@ -75,8 +75,8 @@ class Reading(Section):
     )
     documents: Literal["file", "paragraph", "line"] = Field(
         "file",
-        description="What a document is in a text file. Paragraphs are divided by blank lines. Documents are trained "
-        "apart: none attends to another.",
+        description="What counts as one document in a text file. Paragraphs are separated by blank lines. No document "
+        "attends to another.",
     )
     document_separator: Text | None = Field(
         None, description="Text that divides the documents of a text file, such as `<|endoftext|>`."
@@ -142,15 +142,15 @@ class Reading(Section):
         "`image`. See [Vision-language models](vision.md).",
     )
     image_folder: FolderOrUrl | None = Field(
-        None, description="Folder or URL that relative paths of images begin in; by default that of the data file."
+        None, description="Folder or URL that relative paths of images start from; by default that of the data file."
     )
     image_max_pixels: Count | None = Field(
         None,
-        description="Pixels of an image at most, width times height: a larger one is made smaller before the model's "
-        "own processor sees it. By default the processor alone decides.",
+        description="Maximum pixels of an image, width times height: a larger one is scaled down before the model's "
+        "own processor. By default the processor alone decides.",
     )
     image_min_pixels: Count | None = Field(
-        None, description="Pixels of an image at least: a row with a smaller one is skipped and counted."
+        None, description="Minimum pixels of an image: a row with a smaller one is skipped and counted."
     )
     audios_column: Text | None = Field(
         None,
@@ -158,15 +158,15 @@ class Reading(Section):
         "See [Audio](audio.md).",
     )
     audio_folder: FolderOrUrl | None = Field(
-        None, description="Folder or URL that relative paths of audio begin in; by default that of the data file."
+        None, description="Folder or URL that relative paths of audio start from; by default that of the data file."
     )
     audio_max_seconds: Annotated[float, Field(ge=SHORTEST_AUDIO), BeforeValidator(number)] | None = Field(
         None,
-        description="Seconds of an audio at most; a processor that drops what is longer has a limit of its own. "
-        "`overlong` says what becomes of a longer one.",
+        description="Maximum seconds of an audio; a processor that truncates audio has a limit of its own. `overlong` "
+        "decides what happens to a longer one.",
     )
     audio_min_seconds: Annotated[float, Field(gt=0), BeforeValidator(number)] | None = Field(
-        None, description="Seconds of an audio at least: a row with a shorter one is skipped and counted."
+        None, description="Minimum seconds of an audio: a row with a shorter one is skipped and counted."
     )
     ignore_columns: tuple[Text, ...] = Field(
         (),

@@ -47,9 +47,8 @@ class Kernels(Section):
 
     enabled: Literal["auto"] | Flag = Field(
         "auto",
-        description="Replace the model's modules by the fused operators: `auto` where they are proven equal, with the "
-        "model's own code elsewhere; `true` refuses a model in which an operator cannot take its place; `false` "
-        "replaces nothing.",
+        description="Replace the model's modules with the fused operators: `auto` where they are proven equal, with "
+        "the model's own code elsewhere; `true` refuses a model that cannot use all of them; `false` replaces nothing.",
     )
     exclude: tuple[Operator, ...] = Field((), description="Operators not to replace.")
     warmup: Flag = Field(True, description="Compile the run's kernels once per pod before its processes start.")

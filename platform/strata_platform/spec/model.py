@@ -50,14 +50,14 @@ class Model(Section):
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = Field(
         "auto",
         description="Attention implementation, by its transformers name; `auto` is `sdpa` where the model supports it, "
-        "and `eager` elsewhere. `sdpa` uses varlen attention on packed rows if it can, by FlashAttention 4 on Hopper "
-        "GPUs where `flash-attn-4` is installed. FlashAttention 2 and 3 run where they are named; models with "
-        "attention sinks, as gpt-oss, have `eager` and, by `auto`, varlen attention.",
+        "and `eager` elsewhere. On packed rows `sdpa` uses varlen attention if it can, with FlashAttention 4 on Hopper "
+        "GPUs if `flash-attn-4` is installed. FlashAttention 2 and 3 are used only if you name them. Models with "
+        "attention sinks, such as gpt-oss, support `eager` and, with `auto`, varlen attention.",
     )
     freeze: tuple[Text, ...] = Field(
         (),
-        description="Weights to freeze, by whole parts of their dotted names; `*` and `[0-9]` stand for characters of "
-        "a part: `embed_tokens`, `layers.[0-3]`, `*norm`. A pattern that matches nothing is an error.",
+        description="Weights to freeze, by parts of their dotted names; `*` and `[0-9]` match characters of one part: "
+        "`embed_tokens`, `layers.[0-3]`, `*norm`. A pattern that matches nothing is an error.",
     )
     trainable: tuple[Text, ...] = Field(
         (), description="The reverse of `freeze`: only weights that match are trained; empty: all."

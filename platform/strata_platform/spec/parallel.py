@@ -59,7 +59,7 @@ class Fsdp(Section):
         "fp32 weights for the optimizer.",
     )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Data type in which gradients are reduced over processes."
+        "float32", description="Data type in which gradients are reduced across ranks."
     )
     cpu_offload: Flag = Field(
         False, description="Keep weights, gradients and optimizer state in host memory, and run the optimizer there."

@@ -173,8 +173,8 @@ class Resources(Section):
     )
     gpu_resource: GpuResource | None = Field(
         None,
-        description="Without Flyte: the resource by which Kubernetes counts the GPUs, by default `nvidia.com/gpu`; "
-        "also `amd.com/gpu`, or one MIG slice such as `nvidia.com/mig-3g.40gb`. With Flyte its configuration names it.",
+        description="Without Flyte: the Kubernetes resource of the GPUs, by default `nvidia.com/gpu`; also "
+        "`amd.com/gpu`, or one MIG slice such as `nvidia.com/mig-3g.40gb`. With Flyte, Flyte's configuration names it.",
     )
     shared_memory: Quantity = Field("2Gi", description="Size of /dev/shm.")
     queue: Name | None = Field(

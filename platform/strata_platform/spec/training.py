@@ -33,16 +33,16 @@ class Training(Section):
     gradient_checkpointing: Literal["none", "full", "attention", "selective", "per_op"] = Field(
         "none",
         description="What the backward pass recomputes to save memory: `full` every layer, `attention` every layer "
-        "but the products of its attention, `selective` whole layers at an interval, `per_op` every layer but its "
-        "matrix products and attention.",
+        "except the matrix products of its attention, `selective` whole layers at an interval, `per_op` every layer "
+        "except its matrix products and attention.",
     )
     gradient_checkpointing_every: Annotated[int, Field(ge=2, le=10000), BeforeValidator(number)] | None = Field(
         None, description="Interval of `selective`: one of this many layers is recomputed; by default 2."
     )
     gradient_checkpointing_except_last: Annotated[int, Field(ge=0, le=10000), BeforeValidator(number)] = Field(
         0,
-        description="The last so many layers are not recomputed. The backward pass begins with them, when there are no "
-        "gradients yet: without `optimizer.in_backward`, some of them take no memory at the peak.",
+        description="Number of last layers that are not recomputed. The backward pass begins with them, before there "
+        "are gradients: without `optimizer.in_backward`, some of them do not raise the peak.",
     )
     activation_offloading: Flag = Field(
         False,
