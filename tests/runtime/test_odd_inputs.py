@@ -106,7 +106,7 @@ SPECS = {
     "other-digits": ("seed: \uff11\uff12", "seed (line 1): not a number; given: '\uff11\uff12'"),
     "time": ("training: {steps: 1:30}", "not a number: YAML 1.1 reads it as 90, YAML 1.2 as text; write 90"),
     "date": ("seed: 2024-13-45", "seed (line 1): not a number; given: '2024-13-45'"),
-    "surrogate": (r'output: "a\ud800"', "line 1: 'a\\ud800' has half a surrogate pair, which is no character"),
+    "surrogate": (r'output: "a\ud800"', "line 1: 'a\\ud800' has half a surrogate pair, which is not a character"),
     "surrogate-name": (r'"\ud800": 1', "line 1: '\\ud800' has half a surrogate pair"),
     "null-character": (r'output: "a\0b"', "output (line 1): has a null character"),
     "line-break": (r'output: "a\nb"', "output (line 1): has a line break in it"),
@@ -118,7 +118,7 @@ SPECS = {
     "folder": (folder, "cannot be read: Is a directory"),
     "loop": (loop, "cannot be read: Too many levels of symbolic links"),
     "endless": (endless, "a device, not a regular file"),
-    "long": (b"#" * (5 << 20), "longer than 4 MiB, so it is no spec; give another file"),
+    "long": (b"#" * (5 << 20), "longer than 4 MiB, so it is not a spec; give another file"),
 }  # fmt: skip
 
 

@@ -57,7 +57,7 @@ def _on_policy(objective: Distill) -> Iterator[Contradiction]:
         used and objective.weight != 1,
         ("objective.weight", field),
         f"{objective.weight} leaves a part of the loss to next-token cross entropy, but answers that the student "
-        "writes are no labels; set objective.weight to 1",
+        "writes are not labels; set objective.weight to 1",
     )
     yield Contradiction(
         not used and objective.generation != Generation(),

@@ -119,7 +119,7 @@ def _read_file(path: Path) -> str:
 
 def _decoded(content: bytes, source: str) -> str:
     if len(content) > _MAX_BYTES:
-        raise _unreadable(source, f"longer than {_MAX_BYTES >> 20} MiB, so it is no spec; give another file")
+        raise _unreadable(source, f"longer than {_MAX_BYTES >> 20} MiB, so it is not a spec; give another file")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -113,7 +113,7 @@ class Lora(Section):
     target_parameters: tuple[Text, ...] = Field(
         (),
         description="Weights of experts to adapt, by the ends of their names, such as `gate_up_proj` and `down_proj`; "
-        "empty: none. They are no linear layers, so `target_modules` does not reach them.",
+        "empty: none. They are not linear layers, so `target_modules` does not reach them.",
     )
     use_dora: Flag = Field(False, description="DoRA: train the norm of each weight vector apart from its direction.")
     modules_to_save: tuple[Text, ...] = Field(

@@ -69,7 +69,7 @@ def _processes(spec: RunSpec) -> Iterator[Contradiction]:
     yield Contradiction(
         resource is not None and resource.startswith(_MIG) and topology.world_size > 1,
         ("resources.gpu_resource", "topology.nproc_per_node", "topology.nnodes"),
-        f"{resource} is a slice of a GPU, of which CUDA shows a process one, but topology has {topology.world_size} "
+        f"{resource} is a slice of a GPU, and CUDA shows a process only one, but topology has {topology.world_size} "
         "processes; set topology.nproc_per_node and topology.nnodes to 1, or take whole GPUs",
     )
 

@@ -141,7 +141,7 @@ def _invalid(source: str, message: str, line: int | None = None) -> SpecError:
 def _join_surrogates(node: yaml.Node, source: str, seen: set[int]) -> None:
     """JSON escapes a character beyond U+FFFF as a surrogate pair, which YAML leaves as two halves.
 
-    Raises SpecError for half a pair, which is no character: no file or terminal takes it.
+    Raises SpecError for half a pair, which is not a character: no file or terminal takes it.
     """
     if id(node) in seen:
         return
@@ -150,7 +150,7 @@ def _join_surrogates(node: yaml.Node, source: str, seen: set[int]) -> None:
         try:
             node.value = node.value.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
         except UnicodeDecodeError:
-            message = f"{node.value!a} has half a surrogate pair, which is no character; remove it"
+            message = f"{node.value!a} has half a surrogate pair, which is not a character; remove it"
             raise _invalid(source, message, line=node.start_mark.line + 1) from None
         return
     for child in node.value:

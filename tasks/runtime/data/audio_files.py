@@ -139,7 +139,7 @@ def open_sound(content: bytes) -> Sound:
     if not _RATES[0] <= rate <= _RATES[1]:
         raise ValueError(f"a sample rate of {rate:,} Hz ({len(content):,} bytes)")
     if not np.isfinite(samples).all():
-        raise ValueError(f"samples that are no numbers ({len(content):,} bytes)")
+        raise ValueError(f"samples that are not numbers ({len(content):,} bytes)")
     return Sound(np.ascontiguousarray(samples.mean(axis=1), dtype=np.float32), rate)
 
 

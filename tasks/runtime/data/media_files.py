@@ -71,7 +71,7 @@ def _place(value: str, medium: Medium, row: Row, data: Data) -> str:
     folder = getattr(data, medium.folder_field) or row.folder
     if not folder:
         raise RowError(
-            f"{row.where}: {shown} is a path, but the data is no file that it could be relative to; set "
+            f"{row.where}: {shown} is a path, but the data is not a file that it could be relative to; set "
             f"data.{medium.folder_field}"
         )
     remote = "://" in folder and not folder.startswith("file://")

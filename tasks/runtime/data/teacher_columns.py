@@ -137,12 +137,12 @@ def _entry(where: str, entry: Any, ids: Any) -> tuple[list[int], list[float]]:
         counts = " and ".join(str(len(x)) if isinstance(x, list) else describe_type(x) for x in (values, tokens))
         raise RowError(f"{where}: log-probabilities and tokens must be lists of one length, but are {counts}")
     if wrong := [one for one in tokens if type(one) is not int or not 0 <= one < 2**31]:
-        raise RowError(f"{where}: {describe_type(wrong[0])} is no token id")
+        raise RowError(f"{where}: {describe_type(wrong[0])} is not a token id")
     if len(set(tokens)) < len(tokens):
         twice = next(one for one in tokens if tokens.count(one) > 1)
         raise RowError(f"{where}: token {twice} is there twice")
     if wrong := [one for one in values if not _is_log_prob(one)]:
-        raise RowError(f"{where}: {describe_type(wrong[0])} is no log-probability, which is a number up to 0")
+        raise RowError(f"{where}: {describe_type(wrong[0])} is not a log-probability, which is a number up to 0")
     if values and max(values) == -math.inf:
         raise RowError(f"{where}: all tokens have probability 0")
     return tokens, values

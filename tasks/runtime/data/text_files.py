@@ -104,7 +104,7 @@ def _decoded(file: Bytes) -> Iterator[str]:
         if text.count("\0") > len(text) * _MOST_NULLS:
             raise OSError(
                 f"{text.count(chr(0)):,} of the {len(text):,} characters from line {line} on are null, as in UTF-16 or "
-                "in a file that is no text; save it as UTF-8"
+                "in a file that is not text; save it as UTF-8"
             )
         yield text if size else text.removeprefix(_BYTE_ORDER_MARK)
         line, size = line + text.count("\n"), size + len(data)

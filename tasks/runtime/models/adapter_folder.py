@@ -192,7 +192,7 @@ def _folder_of(name: str) -> Path:
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"adapter.init_from {name!r} is no folder, and cannot be read from the Hub: {reason}; "
+            f"adapter.init_from {name!r} is not a folder, and cannot be read from the Hub: {reason}; "
             f"give a folder with {CONFIG} and {WEIGHTS}, or the Hub id of an adapter"
         ) from error
 

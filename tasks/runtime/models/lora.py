@@ -213,7 +213,7 @@ def _require_saved_modules(model: PreTrainedModel, settings: Lora) -> None:
             known = [part for part in known if not part.isdigit()]
             close = get_close_matches(name.rpartition(".")[2], known, n=1)
             meant = f"; did you mean {close[0]!r}?" if close else f"; choose from {', '.join(known[:_SHOWN])}"
-            raise ValueError(f"adapter.modules_to_save: {name!r} is no module of the model{meant}")
+            raise ValueError(f"adapter.modules_to_save: {name!r} is not a module of the model{meant}")
 
 
 def untie_adapted_embeddings(model: PreTrainedModel) -> None:

@@ -183,7 +183,7 @@ def _pack_experts(model: PreTrainedModel, exact: set[Any], dtype: torch.dtype, s
         if not has_experts(module) or module in whole:
             continue
         weights = {name: p for name, p in module.named_parameters(recurse=False) if p.dim() == 3}
-        reason = "its size is no multiple of 64" if any(p.numel() % NF4_BLOCK for p in weights.values()) else None
+        reason = "its size is not a multiple of 64" if any(p.numel() % NF4_BLOCK for p in weights.values()) else None
         try:
             with plain_pytorch():
                 prove_experts(module)

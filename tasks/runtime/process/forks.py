@@ -122,7 +122,7 @@ def run_module(module: str, arguments: list[str]) -> subprocess.CompletedProcess
         try:
             return _SERVER[0].run([module, *arguments])
         except (EOFError, OSError) as error:
-            log.warning("the process that forks has ended (%r), perhaps for want of memory", error)
+            log.warning("the process that forks has ended (%r), perhaps because memory ran out", error)
             _SERVER.pop().close()
     return subprocess.run([sys.executable, "-m", module, *arguments], text=True, capture_output=True)
 

@@ -43,7 +43,7 @@ def load(name: str) -> Callable[..., Any]:
     if found is None:
         raise AttributeError(f"{module} has no {attribute!r}")
     if not callable(found):
-        raise TypeError(f"{attribute!r} is no function")
+        raise TypeError(f"{attribute!r} is not a function")
     return found  # type: ignore[no-any-return]
 
 
@@ -78,7 +78,7 @@ def call(function: Callable[..., Any], values: dict[str, Any], arguments: dict[s
         raise ValueError(f"it returned {len(found)} rewards for {count} answers")
     bad = [each for each in found if each is not None and not math.isfinite(each)]
     if bad:
-        raise ValueError(f"it returned {bad[0]}, which is no finite number")
+        raise ValueError(f"it returned {bad[0]}, which is not a finite number")
     return found
 
 

@@ -46,7 +46,7 @@ def log_summary(run: Session, step: TrainingStep, steps: int, resume_from: Path 
     )
     if run.spec.adapter.type != "none":
         learning = model.num_parameters(only_trainable=True)
-        log.info("adapter: %s, %.2f M parameters learn", run.spec.adapter.type, learning / 1e6)
+        log.info("adapter: %s, %.2f M parameters are trained", run.spec.adapter.type, learning / 1e6)
         if line := describe_experts(model, run.spec.adapter, patched):
             log.info(line)
     if run.spec.optimizer.paged and run.processes.device.type == "cpu":
@@ -54,7 +54,7 @@ def log_summary(run: Session, step: TrainingStep, steps: int, resume_from: Path 
     if run.spec.training.activation_offloading and run.processes.device.type == "cpu":
         log.warning("training.activation_offloading has no effect without a GPU: activations are in host memory")
     if step.dropout_off:
-        log.info("dropout: off, of the model and its adapter: %s compares answers", run.spec.objective.type)
+        log.info("dropout: off in the model and its adapter, because %s compares answers", run.spec.objective.type)
     if step.varlen:
         by = f", by flash-attn-4 {flash_4}" if (flash_4 := usable_version(model.config)) else ""
         log.info("attention: varlen, without masks%s", by)

@@ -108,7 +108,7 @@ def _not_all(document: Document, tokenizer: PreTrainedTokenizerBase, context: se
     left = Document(document.ids[1:], document.learned[1:])
     for learned, ids in left.runs():
         if not learned and not any(_text(run, tokenizer).strip() in context for run in (ids, ids[:-1])):
-            return f"tokens are no targets: {_text(ids[:16], tokenizer)!r}"
+            return f"tokens are not targets: {_text(ids[:16], tokenizer)!r}"
     return None
 
 

@@ -340,7 +340,7 @@ def test_a_long_value_is_shortened():
         (
             {"objective": {"type": "distill", "teacher": "org/teacher", "on_policy": 0.5}},
             "objective.weight",
-            "are no labels; set objective.weight to 1",
+            "are not labels; set objective.weight to 1",
         ),
         (
             {"objective": {"type": "distill", "weight": 1, "on_policy": 0.5}},

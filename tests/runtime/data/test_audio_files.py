@@ -87,7 +87,7 @@ def test_another_rate_holds_the_same_sound(rate):
         (pcm(sine(440, 8000))[:20] + b"\x06\0" + pcm(sine(440, 8000))[22:], "format 6 with 16 bits and 1 channels"),
         (pcm(sine(440, 8000), rate=500), "a sample rate of 500 Hz"),
         (pcm(sine(440, 16_001), rate=16_001), "16,001 Hz, which is not resampled to 16,000 Hz"),
-        (wav_of(Sound(np.full(8000, np.nan, np.float32), 8000)), "samples that are no numbers"),
+        (wav_of(Sound(np.full(8000, np.nan, np.float32), 8000)), "samples that are not numbers"),
         (pcm(sine(440, 8000, 0.05)), "has 0.05 seconds, fewer than 0.1 that a model needs"),
         (pcm(sine(440, 8000, 0)), "has 0 seconds"),
     ],

@@ -194,7 +194,7 @@ def test_the_forms_of_servers_are_read(form):
         ({"logprobs": [[-1.0], [0.5]], "target_token_ids": [[1], [1]]}, "logprobs\\[1\\]: float 0.5 is no log-prob"),
         ({"logprobs": [[math.nan]], "target_token_ids": [[1]]}, "float nan is no log-probability"),
         ({"logprobs": [[-math.inf]], "target_token_ids": [[1]]}, "all tokens have probability 0"),
-        ({"logprobs": [[-1.0]], "target_token_ids": [[-4]]}, "int -4 is no token id"),
+        ({"logprobs": [[-1.0]], "target_token_ids": [[-4]]}, "int -4 is not a token id"),
         ({"logprobs": [[{"token": " fox", "logprob": -1.0}]]}, "' fox' is a text.*return_tokens_as_token_ids"),
         ({"logprobs": [None, []], "target_token_ids": [None, []]}, "has no log-probability"),
         ({"logprobs": "none"}, "column 'logprobs' holds str 'none'; it must be a list"),

@@ -141,7 +141,10 @@ def test_modules_that_are_trained_whole_learn_with_what_is_tied_to_them(folder):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"modules_to_save": ["embed_token"]}, "'embed_token' is no module of the model; did you mean 'embed_tokens'"),
+        (
+            {"modules_to_save": ["embed_token"]},
+            "'embed_token' is not a module of the model; did you mean 'embed_tokens'",
+        ),
         ({"modules_to_save": ["q_proj"]}, "'model.layers.0.self_attn.q_proj' has an adapter, too"),
     ],
 )
@@ -163,7 +166,7 @@ def test_modules_that_cannot_be_trained_whole_are_refused(folder, settings, said
         ({"modules_to_save": ["norm"]}, {}, r"1 tensors are missing \(base_model\.model\.model\.norm\.weight\)"),
         ({}, {"peft_type": "IA3"}, r'peft_type "IA3" is not supported'),
         ({}, {"rank_pattern": {"q_proj": 2}}, r"rank_pattern .* is not supported"),
-        ({"init_from": "/nowhere/at/all"}, {}, r"adapter\.init_from '/nowhere/at/all' is no folder, and cannot"),
+        ({"init_from": "/nowhere/at/all"}, {}, r"adapter\.init_from '/nowhere/at/all' is not a folder, and cannot"),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused(folder, settings, config, said, tmp_path):

@@ -68,7 +68,7 @@ def test_completions_of_chats_are_messages():
             r"rewards\[0\]: .*fails_for_b.* for rows.jsonl:2, answer 'two': KeyError: 'no b', in line \d+ of",
         ),
         ("fails_together", r"fails_together' raised an error: KeyError: 'all of them'"),
-        ("returns_nan", "nan, which is no finite number"),
+        ("returns_nan", "nan, which is not a finite number"),
         ("ends", "ended with 3"),
         (
             "returns_text",
