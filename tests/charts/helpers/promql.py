@@ -127,7 +127,7 @@ class _Reader:
 
     def call(self, name):
         if name not in FUNCTIONS:
-            raise SyntaxError(f"{self.expression}: there is not a function {name}")
+            raise SyntaxError(f"{self.expression}: there is no function {name}")
         count, ranges = FUNCTIONS[name]
         kinds = self.arguments()
         if len(kinds) != count or {i for i, kind in enumerate(kinds) if kind == "range"} != ranges:
