@@ -345,7 +345,7 @@ def test_a_long_value_is_shortened():
         (
             {"objective": {"type": "distill", "weight": 1, "on_policy": 0.5}},
             "objective.on_policy",
-            "needs a teacher that judges",
+            "needs a teacher that scores",
         ),
         (
             {"objective": {"type": "distill", "teacher": "org/teacher", "generation": {"top_k": 5}}},
