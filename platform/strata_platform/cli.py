@@ -171,8 +171,8 @@ def estimate_(
         shape = shape_of(asked.model.name, config)
         if gpu is None and asked.resources.gpu == 0:
             on_host = estimate_on_host(asked, shape)
-            said = json.dumps(render.host_to_dict(on_host), indent=2) if format == "json" else None
-            typer.echo(said or "\n".join(render.host_lines(on_host)))
+            shown = json.dumps(render.host_to_dict(on_host), indent=2) if format == "json" else None
+            typer.echo(shown or "\n".join(render.host_lines(on_host)))
             raise typer.Exit(0 if on_host.fits else 1)
         found = estimate(asked, shape, GPUS[kind])
         each = Price(price) if price is not None else _price(kind, prices, backend)

@@ -148,9 +148,9 @@ def _content(values: Mapping[str, Any], name: str, folder: Path) -> bytes | None
 
 def _credential(command: Mapping[str, Any], folder: Path, cluster: Mapping[str, Any]) -> Object:
     """What a credential plugin prints, as fields of a user."""
-    told: Object = {"apiVersion": command["apiVersion"], "kind": "ExecCredential", "spec": {"interactive": False}}
+    exec_info: Object = {"apiVersion": command["apiVersion"], "kind": "ExecCredential", "spec": {"interactive": False}}
     if command.get("provideClusterInfo"):
-        told["spec"]["cluster"] = {
+        exec_info["spec"]["cluster"] = {
             name: cluster[name] for name in ("server", "certificate-authority-data") if name in cluster
         }
     more = {item["name"]: item["value"] for item in command.get("env") or []}
@@ -160,7 +160,7 @@ def _credential(command: Mapping[str, Any], folder: Path, cluster: Mapping[str, 
     try:
         ended = subprocess.run(
             [program, *(command.get("args") or [])],
-            env=os.environ | more | {"KUBERNETES_EXEC_INFO": json.dumps(told)},
+            env=os.environ | more | {"KUBERNETES_EXEC_INFO": json.dumps(exec_info)},
             capture_output=True,
             text=True,
             check=True,

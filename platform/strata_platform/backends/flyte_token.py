@@ -32,17 +32,17 @@ def token_header(config: FlyteConfig, channel: grpc.Channel) -> tuple[str, str] 
     mode = (_PROGRAMS[0] if has_secret else config.auth_mode or _PERSONS[0]).lower()
     metadata = auth_pb2_grpc.AuthMetadataServiceStub(channel)
     try:
-        told = metadata.GetPublicClientConfig(auth_pb2.PublicClientAuthConfigRequest(), timeout=_SECONDS)
+        client_config = metadata.GetPublicClientConfig(auth_pb2.PublicClientAuthConfigRequest(), timeout=_SECONDS)
         if mode in _PERSONS:
             token = _kept(config.endpoint)
         elif mode in _PROGRAMS:
             oauth = metadata.GetOAuth2Metadata(auth_pb2.OAuth2MetadataRequest(), timeout=_SECONDS)
-            token = _granted(config, oauth.token_endpoint, list(told.scopes), told.audience)
+            token = _granted(config, oauth.token_endpoint, list(client_config.scopes), client_config.audience)
         else:
             token = None
     except grpc.RpcError:
         return None
-    return (told.authorization_metadata_key or "authorization", f"Bearer {token}") if token else None
+    return (client_config.authorization_metadata_key or "authorization", f"Bearer {token}") if token else None
 
 
 def _kept(endpoint: str) -> str | None:

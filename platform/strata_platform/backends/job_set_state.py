@@ -46,8 +46,8 @@ def end_of(
     for kind, phase in (("Completed", Phase.SUCCEEDED), ("Failed", Phase.FAILED)):
         condition = condition_of(job, kind)
         if condition is not None and condition["status"] == "True":
-            said = "" if phase is Phase.SUCCEEDED else (_last_words(pods or ()) or condition.get("message", ""))
-            return phase, said, seconds_of(condition["lastTransitionTime"])
+            message = "" if phase is Phase.SUCCEEDED else (_last_words(pods or ()) or condition.get("message", ""))
+            return phase, message, seconds_of(condition["lastTransitionTime"])
     if (stopped := _stopped(job, namespace, workloads)) is None:
         return Phase.RUNNING, "", None
     left = namespace.pods(job["metadata"]["name"]) if pods is None else pods

@@ -227,9 +227,9 @@ class PodLogs:
         for raw in read_log(self._namespace, pod, follow=follow):
             if (found := line_of(pod, raw)) is not None:
                 yield found
-            elif (said := (pod["metadata"]["name"], raw.strip())) not in self._warned:
-                self._warned.add(said)
-                log.warning("log of %s: %s", *said)
+            elif (warning := (pod["metadata"]["name"], raw.strip())) not in self._warned:
+                self._warned.add(warning)
+                log.warning("log of %s: %s", *warning)
 
 
 def read_log(namespace: Namespace, pod: Object, *, follow: bool, last: int | None = None) -> Iterator[str]:

@@ -120,8 +120,10 @@ def _packages(machine: Machine) -> Finding:
         if installed is None:
             return problem(f"{name} is not installed", install)
     if found["flytekit"] != found["flytekitplugins-kfpytorch"]:
-        said = f"flytekit {found['flytekit']} beside flytekitplugins-kfpytorch {found['flytekitplugins-kfpytorch']}"
-        return problem(f"{said}: they are released together", install)
+        installed = (
+            f"flytekit {found['flytekit']} beside flytekitplugins-kfpytorch {found['flytekitplugins-kfpytorch']}"
+        )
+        return problem(f"{installed}: they are released together", install)
     if not str(found["flytekit"]).startswith("1.16."):
         return problem(f"flytekit {found['flytekit']}; the workflows are written for Flyte 1.16", install)
     if int(str(found["kubernetes"]).partition(".")[0]) >= 37:

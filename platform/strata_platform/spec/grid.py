@@ -47,8 +47,9 @@ class Grid(BaseModel):
         return found
 
     def _problems(self) -> list[Problem]:
-        said = [Problem("fields", "empty; give a field and its values, such as optimizer.lr: [1.0e-4, 2.0e-4]")]
-        problems = [] if self.fields else said
+        problems = []
+        if not self.fields:
+            problems = [Problem("fields", "empty; give a field and its values, such as optimizer.lr: [1.0e-4, 2.0e-4]")]
         runs = 1
         for path, values in self.fields.items():
             if path in ("name", "output"):

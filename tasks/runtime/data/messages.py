@@ -243,11 +243,11 @@ def learned_messages(messages: Messages, train_on: TrainOn) -> list[int]:
 
 def is_empty_answer(message: dict[str, Any]) -> bool:
     """Whether the assistant's message has no text, call or reasoning: to learn it is to learn to end at once."""
-    said = (message.get(key) for key in ("content", *REASONING))
+    contents = (message.get(key) for key in ("content", *REASONING))
     return (
         message["role"] == "assistant"
         and not message.get("tool_calls")
-        and not any(text.strip() if isinstance(text, str) else text for text in said)
+        and not any(text.strip() if isinstance(text, str) else text for text in contents)
     )
 
 

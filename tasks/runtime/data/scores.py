@@ -48,11 +48,11 @@ def score_column(recipe: DataRecipe, present: list[str]) -> str | None:
 def label_of(row: Row, column: str) -> float:
     """1 for a good and -1 for a bad answer. Raises RowError if the column says neither."""
     value = row.value(column)
-    said = str(value).strip().lower()
+    text = str(value).strip().lower()
     if isinstance(value, bool | int | float | str):
-        if said in _GOOD:
+        if text in _GOOD:
             return 1.0
-        if said in _BAD:
+        if text in _BAD:
             return -1.0
     raise RowError(
         f"{row.where}: column {column!r} holds {describe_type(value)}; it must be true for a good answer and false for "

@@ -37,7 +37,7 @@ class EvaluationResult:
 
 
 class Callback:
-    """Is told what a run does. Override the hooks that you need; the others do nothing.
+    """Gets the events of a run. Override the hooks that you need; the others do nothing.
 
     Hooks run on rank 0, one at a time, in the order in which the spec lists the callbacks. They see numbers, not the
     model, and random generators are afterwards as they were before: a callback changes no loss. Training waits for a

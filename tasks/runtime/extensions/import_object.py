@@ -47,7 +47,7 @@ def make_object(name: str, arguments: Mapping[str, Any], bases: tuple[type, ...]
     try:
         return found(**arguments)
     except Exception as error:
-        raise ValueError(f"{where}: {found.__name__}({_written(arguments)}) raised {_said(error)}") from error
+        raise ValueError(f"{where}: {found.__name__}({_written(arguments)}) raised {_message_of(error)}") from error
 
 
 def load_class(name: str, bases: tuple[type, ...], *, field: str, group: str) -> type[Any]:
@@ -103,12 +103,12 @@ def _imported(name: str, where: str) -> Any:
                 f"{where}: Python finds no module {error.name!r} here; install it, or add its folder to PYTHONPATH. On "
                 "a cluster it must be in the image, or in the folder that --copy all sends"
             ) from None
-        raise ValueError(f"{where}: importing {name} raised {_said(error)}") from error
+        raise ValueError(f"{where}: importing {name} raised {_message_of(error)}") from error
     except Exception as error:
-        raise ValueError(f"{where}: importing {name} raised {_said(error)}") from error
+        raise ValueError(f"{where}: importing {name} raised {_message_of(error)}") from error
 
 
-def _said(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     """The error in one line, with the line of code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     at = f", in line {frames[-1].lineno} of {frames[-1].filename}" if frames else ""

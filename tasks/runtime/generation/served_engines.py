@@ -155,11 +155,11 @@ class ServedVllm:
             LoadingFailed: a worker has not loaded them, or is gone.
         """
         try:
-            told = self._engine.llm.collective_rpc("receive_from_training", kwargs={"address": asdict(address)})
+            replies = self._engine.llm.collective_rpc("receive_from_training", kwargs={"address": asdict(address)})
         except Exception as error:
             # Workers return their own.
             raise LoadingFailed("failed", f"{type(error).__name__}: {error}") from error
-        failures = [LoadingFailed(*failure) for failure in told if failure is not None]
+        failures = [LoadingFailed(*failure) for failure in replies if failure is not None]
         if failures:
             raise min(failures, key=lambda failure: failure.CODES.index(failure.code))
         self._engine.forget_prefixes()

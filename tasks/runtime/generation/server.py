@@ -5,8 +5,8 @@
     POST /weights    a transfer begins; the answer is two lines of JSON: where it takes place, and how it ended
     POST /generate   answers to prompts
 
-It serves one run: another one is refused, and needs a server of its own. When its engine fails it ends, with exit code
-1, so that what has started it starts it again; the run then sends its weights anew.
+It serves one run; another run is refused and needs its own server. If its engine fails, the server exits with code 1,
+so that its supervisor starts it again; the run then sends its weights again.
 """
 
 from __future__ import annotations
@@ -232,11 +232,11 @@ class GenerationServer(ThreadingHTTPServer):
         try:
             return work()
         except Exception as error:
-            said = self._fail(error, f"{type(error).__name__}: {error}")
-            raise Refused(HTTPStatus.INTERNAL_SERVER_ERROR, "failed", said) from error
+            message = self._fail(error, f"{type(error).__name__}: {error}")
+            raise Refused(HTTPStatus.INTERNAL_SERVER_ERROR, "failed", message) from error
 
     def _fail(self, error: Exception, message: str) -> str:
-        """End the server after what broke the engine. Returns `message`, which a client is told."""
+        """End the server after an error that broke the engine. Returns `message`, which the client gets."""
         self.failed = message
         log.error("the engine failed, and the server ends", exc_info=error)
         Thread(target=self.shutdown, daemon=True).start()

@@ -303,7 +303,7 @@ class Grpo:
             _cut(path, number)
         self._written = True
         with path.open("a", encoding="utf-8") as file:
-            for answer in step.told:
+            for answer in step.logged:
                 file.write(json.dumps({"step": number, **answer}, ensure_ascii=False) + "\n")
 
 

@@ -38,7 +38,7 @@ class Step:
     answers: int
     tokens: int
     metrics: dict[str, float]
-    told: list[dict[str, Any]]
+    logged: list[dict[str, Any]]
     """This rank's answers to its first prompt, with the rewards that are learned from, to be read."""
 
 
@@ -147,7 +147,7 @@ def step_of(
     kept = signal if settings.filter_groups else torch.ones_like(signal)
     learned = kept & (last.finished.bool() | (settings.overlong != "mask"))
     places = {int(number): place for place, number in enumerate(last.numbers.tolist())}
-    told = [
+    logged = [
         {
             "prompt": drawn.answers.prompts[index],
             "answer": drawn.answers.completions[index],
@@ -193,7 +193,7 @@ def step_of(
         answers=int(kept.sum()),
         tokens=int(last.lengths[learned].sum()),
         metrics=metrics,
-        told=told,
+        logged=logged,
     )
 
 

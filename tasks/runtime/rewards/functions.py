@@ -40,8 +40,8 @@ _SECONDS = 1.0
 class ColumnError(ValueError):
     """A row has something in a column that a reward cannot use. row: its place among the answers."""
 
-    def __init__(self, row: int, said: str) -> None:
-        super().__init__(said)
+    def __init__(self, row: int, message: str) -> None:
+        super().__init__(message)
         self.row = row
 
 

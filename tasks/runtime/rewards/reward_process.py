@@ -127,7 +127,7 @@ class _Over(BaseException):
     """The search has taken too long. No `Exception`, which a function may catch."""
 
 
-def said(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """An error in one line, with the line of code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     at = f", in line {frames[-1].lineno} of {frames[-1].filename}" if frames else ""
@@ -172,7 +172,7 @@ def main() -> None:
             elif not isinstance(row, int) or not 0 <= row < count:
                 left = _SEARCH_UNTIL - (time.monotonic() - began)
                 row = 0 if count == 1 else culprit(function, values, arguments, count, error, left)
-            return {"outcome": "error", "row": row, "error": said(error)}
+            return {"outcome": "error", "row": row, "error": message_of(error)}
 
     while True:
         try:
@@ -182,7 +182,7 @@ def main() -> None:
         try:
             reply = {"outcome": "done", **answer(request)}
         except Exception as error:
-            reply = {"outcome": "error", "row": None, "error": said(error)}
+            reply = {"outcome": "error", "row": None, "error": message_of(error)}
         if os.getpid() != own:
             # A copy that the function has forked, and in which it has returned, too.
             os._exit(0)

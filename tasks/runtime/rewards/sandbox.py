@@ -70,7 +70,7 @@ def run_tests(code: str, tests: str, seconds: float, memory_mib: int, until: flo
             Path(folder, "answer.py").write_text(code, encoding="utf-8")
         except UnicodeEncodeError:
             return False
-        told = {"code": code, "tests": tests, "seconds": seconds, "memory_mib": memory_mib}
+        job = {"code": code, "tests": tests, "seconds": seconds, "memory_mib": memory_mib}
         process = subprocess.Popen(
             # -I: nothing of the environment or of this folder.
             [sys.executable, "-I", "-B", __file__],
@@ -83,7 +83,7 @@ def run_tests(code: str, tests: str, seconds: float, memory_mib: int, until: flo
         )
         longest = _CLOCK_PER_PROCESSOR_SECOND * seconds + _START_SECONDS
         limit = min(began + longest, until)
-        request = json.dumps(told | {"until": None if until == math.inf else until}).encode()
+        request = json.dumps(job | {"until": None if until == math.inf else until}).encode()
         try:
             written, _ = process.communicate(request, timeout=max(limit - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:

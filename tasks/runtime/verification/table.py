@@ -73,9 +73,9 @@ def examine(subject: Subject, only: Sequence[str] = (), checks: Sequence[Check] 
             measured = check.run(subject)
         # Any error is the result of this check, and the other checks still run.
         except Exception as error:
-            said = " ".join(str(error).split()) or "no message"
+            message = " ".join(str(error).split()) or "no message"
             where = traceback.extract_tb(error.__traceback__)[-1]
-            detail = f"{type(error).__name__}: {said} ({where.filename.rpartition('/')[2]}, line {where.lineno})"
+            detail = f"{type(error).__name__}: {message} ({where.filename.rpartition('/')[2]}, line {where.lineno})"
             yield Finding(check.name, "fail", time.monotonic() - began, detail)
             continue
         yield Finding.of(check.name, measured, time.monotonic() - began)

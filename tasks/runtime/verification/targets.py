@@ -73,9 +73,9 @@ def _wrong(
         return wrong, "all tokens except the first of a document, and turns of weight 0, are targets"
     if form not in _FORMATS:
         return wrong, "documents begin once; 'reference' checks the targets of pairs"
-    said = _said(data)
-    wrong += [problem for document in documents if (problem := _other_than_said(document, data, tokenizer, said))]
-    wrong += _missing(documents, data, said)
+    expected = _expected_texts(data)
+    wrong += [problem for document in documents if (problem := _unexpected(document, data, tokenizer, expected))]
+    wrong += _missing(documents, data, expected)
     texts = "completions" if form == "prompt_completion" else "turns that data.train_on names"
     return wrong, f"targets are the {texts} with their end tokens"
 
@@ -130,7 +130,7 @@ def _context(data: PreparedData) -> set[str]:
     return found
 
 
-class Said(NamedTuple):
+class ExpectedTexts(NamedTuple):
     """Texts that the model has to write according to the source: whole turns, and parts of turns with other content."""
 
     whole: set[str]
@@ -138,7 +138,7 @@ class Said(NamedTuple):
     turns: int
 
 
-def _said(data: PreparedData) -> Said:
+def _expected_texts(data: PreparedData) -> ExpectedTexts:
     recipe = DataRecipe.model_validate(data.manifest.recipe)
     whole: set[str] = set()
     parts: set[str] = set()
@@ -151,7 +151,7 @@ def _said(data: PreparedData) -> Said:
         except RowError:
             # Counted as skipped when the data was prepared, which `_missing` allows for.
             continue
-    return Said(whole, parts, turns)
+    return ExpectedTexts(whole, parts, turns)
 
 
 def _turns(row: SourceRow, data: PreparedData, section: Data) -> Iterator[tuple[str, bool]]:
@@ -170,8 +170,8 @@ def _has_more(message: dict[str, Any]) -> bool:
     return bool(set(message) - {"role", "content", "weight"})
 
 
-def _other_than_said(
-    document: Document, data: PreparedData, tokenizer: PreTrainedTokenizerBase, said: Said
+def _unexpected(
+    document: Document, data: PreparedData, tokenizer: PreTrainedTokenizerBase, expected: ExpectedTexts
 ) -> str | None:
     ends = set(data.manifest.stop_token_ids)
     cut = data.manifest.truncated > 0 or data.manifest.split_long > 0
@@ -184,17 +184,19 @@ def _other_than_said(
                 continue
             return f"targets without an end token: …{_text(ids[-12:], tokenizer)!r}"
         text = _text(ids[:-1], tokenizer).strip()
-        if text not in said.whole and not any(part in text for part in said.parts) and not cut:
+        if text not in expected.whole and not any(part in text for part in expected.parts) and not cut:
             return f"a run of targets is not a turn of the source: {text[:160]!r}"
     return None
 
 
-def _missing(documents: list[Document], data: PreparedData, said: Said) -> list[str]:
+def _missing(documents: list[Document], data: PreparedData, expected: ExpectedTexts) -> list[str]:
     manifest = data.manifest
     if any(manifest.skipped.values()) or manifest.truncated or manifest.split_long:
         return []
     found = sum(learned for document in documents for learned, _ in document.runs())
-    return [] if found == said.turns else [f"the source has {said.turns} turns, but there are {found} runs of targets"]
+    if found == expected.turns:
+        return []
+    return [f"the source has {expected.turns} turns, but there are {found} runs of targets"]
 
 
 def _pieces(documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> Iterator[Piece]:

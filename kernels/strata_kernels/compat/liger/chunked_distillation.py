@@ -35,8 +35,8 @@ def _distilled(
     items = (labels != ignore_index).sum().clamp(min=1)
     options: dict[str, Any] = {"ignore_index": ignore_index, "num_items": items}
     teacher = (t if t is None else t.detach() for t in (teacher_x, teacher_weight, teacher_bias))
-    told = dict(zip(("teacher_x", "teacher_weight", "teacher_bias"), teacher, strict=True))
-    of_teacher = distance(x, padded, target=labels, bias=padded_bias, **told, **options)
+    given_teacher = dict(zip(("teacher_x", "teacher_weight", "teacher_bias"), teacher, strict=True))
+    of_teacher = distance(x, padded, target=labels, bias=padded_bias, **given_teacher, **options)
     of_labels = torch.zeros_like(of_teacher)
     if hard or separate:
         of_labels = linear_cross_entropy(x, weight, labels, bias=bias, **options)
