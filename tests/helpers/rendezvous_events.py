@@ -10,5 +10,5 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 
 def name_methods_cheaply():
-    """Spare the agents of this process that time."""
+    """Spare the agents of this process, and of its forks, that time."""
     dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name

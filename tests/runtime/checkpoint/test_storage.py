@@ -6,7 +6,7 @@ import json
 import os
 import re
 import resource
-import socket
+import sys
 import threading
 
 import pytest
@@ -20,6 +20,7 @@ from tasks.runtime.checkpoint import manifest, state, writer
 from tasks.runtime.checkpoint.state import load_model, load_optimizer, load_random_states, model_tensors
 from tasks.runtime.checkpoint.storage import INDEX, Index, write_tensors
 from tasks.runtime.process.ranks import Processes
+from tests.helpers import fork_server
 
 TENSORS = {
     "half": torch.arange(7, dtype=torch.bfloat16).reshape(7, 1),
@@ -170,10 +171,8 @@ def test_a_save_in_flight_ends_with_the_process_and_failing_is_told(tmp_path, mo
     )
 
 
-def write_as_one_of_two(rank, root):
+def write_as_one_of_two(root):
     """Saves in which each of the processes in turn meets an error that nobody thought of."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": (root / "port").read_text()}
     processes = Processes.from_environment()
     processes.connect()
     model = Model()
@@ -182,7 +181,7 @@ def write_as_one_of_two(rank, root):
     )
     for broken, module, function in ((1, writer, "write_tensors"), (0, manifest, "write_json")):
         with pytest.MonkeyPatch.context() as patched:
-            if rank == broken:
+            if processes.rank == broken:
                 patched.setattr(module, function, lambda *arguments: 1 / 0)
             saver.save(1)
             # Before either gives up, and the other one notices that it is gone.
@@ -193,11 +192,20 @@ def write_as_one_of_two(rank, root):
     processes.disconnect()
 
 
+TWO = """
+import sys
+from pathlib import Path
+from tests.runtime.checkpoint.test_storage import write_as_one_of_two
+from tests.runtime.helpers.train_forked import run_forked
+sys.exit(run_forked(2, lambda: write_as_one_of_two(Path(sys.argv[1]))))
+"""
+
+
 def test_every_process_hears_what_one_of_them_failed_with(tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        (tmp_path / "port").write_text(str(free.getsockname()[1]))
-    torch.multiprocessing.spawn(write_as_one_of_two, (tmp_path,), nprocs=2)
+    ended = fork_server.run(
+        [sys.executable, "-c", TWO, tmp_path], env=fork_server.clean_environment(), text=True, capture_output=True
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
     assert checkpoint.latest(tmp_path) is None
 
 

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import get_args
 
 from strata_platform.spec.run_spec import Runtime
+from tests.helpers.rendezvous_events import name_methods_cheaply
 
 
 def import_everything():
@@ -13,6 +14,7 @@ def import_everything():
     for name in ("datasets", "deepspeed", "transformers.models.llama.modeling_llama", "tasks.elastic"):
         import_module(name)
     import_module("tests.runtime.helpers.train_only")
+    name_methods_cheaply()
     # The standard library is parsed once in a process, for four seconds.
     python_docs = import_module("tasks.runtime.data.python_docs")
     python_docs.pairs()

@@ -11,8 +11,6 @@ from uuid import uuid4
 
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from tests.helpers.rendezvous_events import name_methods_cheaply
-
 
 def work(module, arguments):
     """What a worker does: `python -m MODULE ARGUMENT...`."""
@@ -21,7 +19,6 @@ def work(module, arguments):
 
 
 if __name__ == "__main__":
-    name_methods_cheaply()
     processes, restarts, module, *arguments = sys.argv[1:]
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=int(processes), max_restarts=int(restarts), run_id=uuid4().hex,

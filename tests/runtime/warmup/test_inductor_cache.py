@@ -3,7 +3,6 @@
 import json
 import os
 import resource
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.warmup import inductor_cache, pod
+from tests.helpers import fork_server
 from tests.kernels.helpers.cache_entries import elf
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="graphs for the CPU")
@@ -221,7 +221,9 @@ def test_without_a_store_a_machine_without_a_gpu_takes_no_time(tmp_path, monkeyp
 
 
 STEPS = """
-import json, sys
+import json, os, sys, tempfile
+os.environ.update(json.loads(sys.argv[2]))
+tempfile.tempdir = None
 import torch
 from strata_platform.spec import RunSpec
 from tasks.runtime.warmup import inductor_cache
@@ -268,13 +270,18 @@ def test_what_one_process_compiled_the_next_one_finds(tmp_path):
     def start(pod: str) -> dict:
         (tmp_path / "calls").unlink(missing_ok=True)
         (tmp_path / pod).mkdir()
-        environment = {**os.environ, "TMPDIR": str(tmp_path / pod), "PATH": f"{compiler.parent}:{os.environ['PATH']}"}
-        environment[inductor_cache.FOLDER] = str(tmp_path / pod / "graphs")
-        environment["TRITON_CACHE_DIR"] = str(tmp_path / pod / "triton")
-        environment["OMP_NUM_THREADS"] = "1"
-        done = subprocess.run(
-            [sys.executable, "-c", STEPS, spec.model_dump_json()], env=environment, capture_output=True, text=True
-        )
+        environment = {
+            "TMPDIR": str(tmp_path / pod),
+            "PATH": f"{compiler.parent}:{os.environ['PATH']}",
+            inductor_cache.FOLDER: str(tmp_path / pod / "graphs"),
+            "TRITON_CACHE_DIR": str(tmp_path / pod / "triton"),
+            "KEY": SECRET,
+        }
+        # A fork sets these when it has begun: they are read when a graph is compiled or looked for.
+        done = fork_server.run(
+            [sys.executable, "-c", STEPS, spec.model_dump_json(), json.dumps(environment)],
+            env=fork_server.clean_environment(), capture_output=True, text=True,
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
