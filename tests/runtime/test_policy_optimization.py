@@ -88,6 +88,7 @@ def recorded(spec):
     return steps
 
 
+CUT = {"per_device_train_batch_size": GROUP, "gradient_accumulation_steps": PROMPTS}
 UNKNOWN = [{"function": "tests.runtime.helpers.own_rewards:unknown_for_some"}]
 # Our settings and TRL's names for them.
 RUNS = {
@@ -120,6 +121,9 @@ RUNS = {
         },
     ),
     "mask": ({"loss": "dapo", "overlong": "mask"}, {"loss_type": "dapo", "mask_truncated_completions": True}),
+    # Means are over the step, however it is cut.
+    "cut-grpo": ({"loss": "grpo"}, {"loss_type": "grpo", **CUT}),
+    "cut-dapo": ({"loss": "dapo", "overlong": "mask"}, {"mask_truncated_completions": True, **CUT}),
     # Answers that no reward has a value for.
     "unscored": ({"rewards": UNKNOWN}, {"loss_type": "dapo"}),
     "unscored-batch": (
@@ -147,12 +151,13 @@ def by_trl(output, steps, options, reward=own_rewards.varied):
     rows = [{"prompt": "any"}] * (GROUP * PROMPTS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        args = GRPOConfig(
-            output_dir=str(output / "trl"), max_steps=STEPS, per_device_train_batch_size=GROUP * PROMPTS,
-            num_generations=GROUP, max_completion_length=12, temperature=0.9, learning_rate=RATE, adam_beta2=0.95,
-            lr_scheduler_type="constant", weight_decay=0.0, logging_steps=1, save_strategy="no", report_to="none",
-            disable_tqdm=True, use_cpu=True, bf16=False, **options,
-        )  # fmt: skip
+        settings = {
+            "output_dir": str(output / "trl"), "max_steps": STEPS, "per_device_train_batch_size": GROUP * PROMPTS,
+            "num_generations": GROUP, "max_completion_length": 12, "temperature": 0.9, "learning_rate": RATE,
+            "adam_beta2": 0.95, "lr_scheduler_type": "constant", "weight_decay": 0.0, "logging_steps": 1,
+            "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True, "bf16": False, **options,
+        }  # fmt: skip
+        args = GRPOConfig(**settings)
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(output / "pretrained", dtype=torch.float32),
             reward_funcs=reward, args=args, train_dataset=Dataset.from_list(rows),
@@ -169,7 +174,8 @@ def by_trl(output, steps, options, reward=own_rewards.varied):
 @pytest.mark.parametrize("name", RUNS)
 def test_losses_and_norms_are_those_of_trl(output, name):
     objective, options = RUNS[name]
-    spec = spec_of(output, name.replace("_", "-"), objective)
+    cut = {"micro_batch_size": GROUP, "gradient_accumulation_steps": PROMPTS} if "cut" in name else {}
+    spec = spec_of(output, name.replace("_", "-"), objective, training=cut)
     generate = EmbeddedGenerator.generate
 
     def inexactly(self, *arguments):
