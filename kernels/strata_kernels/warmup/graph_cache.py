@@ -76,7 +76,7 @@ def read(folder: Path) -> triton_cache.Files:
         for name in names:
             path = Path(parent, name)
             # Writers use hidden names and rename; a file may disappear meanwhile.
-            if not name.startswith(".") and path.is_file():
+            if not name.startswith(".") and not name.endswith(".lock") and path.is_file():
                 files[path.relative_to(folder).as_posix()] = path.read_bytes()
     return files
 
@@ -93,7 +93,7 @@ def _check(key: str, files: Mapping[str, bytes]) -> None:
     if not files:
         raise triton_cache.CorruptEntry("it is empty")
     for name, data in files.items():
-        if name.endswith(".so"):
+        if name.endswith((".so", ".o")):
             triton_cache.check_elf(name, data)
 
 

@@ -1,7 +1,8 @@
 """Causal attention by FlashAttention 4, where the package `flash-attn-4` is installed.
 
 PyTorch's own operators run cuDNN on rows of one sequence, and on packed rows FlashAttention 2, which was written for
-GPUs before Hopper. The package compiles its kernels when they are first called, which takes seconds in each process.
+GPUs before Hopper. The package compiles its kernels when they are first called, 4 s each, unless `keep_kernels` named a
+folder in which it finds them.
 Source: https://github.com/Dao-AILab/flash-attention, `flash_attn/cute`.
 
 Its functions are wrapped into operators of PyTorch's: so `per_op` keeps their results, and torch.compile sees one node.
@@ -11,13 +12,17 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +31,9 @@ log = logging.getLogger(__name__)
 _TESTED = ("4.0.0b36",)
 _MAJOR = 9
 _SIZES = (64, 128)
+KEEP, FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
+"""The package's variables: whether it keeps compiled kernels in a folder, and which. It reads them when imported."""
+_OURS = "flash_attention_4"
 
 
 def usable_version(config: PretrainedConfig) -> str | None:
@@ -44,6 +52,12 @@ def installed_version() -> str | None:
     """Of `flash-attn-4`, if it is a tested one and this machine's GPU is one that it was tested on."""
     if not torch.cuda.is_available() or torch.version.hip or torch.cuda.get_device_capability()[0] != _MAJOR:
         return None
+    return tested_version()
+
+
+@cache
+def tested_version() -> str | None:
+    """Of `flash-attn-4`, if it is installed and a tested one. Asks nothing of a GPU, so processes may fork later."""
     try:
         found = version("flash-attn-4")
     except PackageNotFoundError:
@@ -52,6 +66,22 @@ def installed_version() -> str | None:
         log.warning("flash-attn-4 %s is not used: %s is known to be exact; install that", found, " or ".join(_TESTED))
         return None
     return found
+
+
+def keep_kernels(inside: Path) -> None:
+    """Have the package, in this process and its children, keep its kernels in a folder in `inside` and find them there.
+
+    A folder that the environment already names stays.
+    """
+    if tested_version() is None or Path(os.environ.get(FOLDER, _OURS)).name != _OURS:
+        return
+    os.environ[FOLDER] = str(inside / _OURS)
+    os.environ.setdefault(KEEP, "1")
+
+
+def kept_kernels(inside: Path) -> int:
+    """The number of kernels that it keeps there."""
+    return sum(1 for _ in (inside / _OURS).rglob("[!.]*.o"))
 
 
 def takes(query: Tensor, value: Tensor, dropout: float) -> bool:

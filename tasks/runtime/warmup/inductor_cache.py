@@ -1,9 +1,10 @@
 """The graphs of `training.compile`: fetched from an archive at the start, archived after they are compiled.
 
-Inductor reads and writes graphs in one folder. Each start gets a new folder, filled from the first archive that exists:
-the pod's, the image's or the store's. After the second step, all processes of the pod have compiled all of their
-graphs. The pod's first process then archives the folder for the pod's next start, and rank 0 also uploads it to the
-store. No start reads files that a killed one left half written.
+Inductor reads and writes graphs in one folder, and FlashAttention 4, where it is installed, its kernels in a folder
+inside. Each start gets a new folder, filled from the first archive that exists: the pod's, the image's or the store's.
+After the second step, all processes of the pod have compiled what they need. The pod's first process then archives the
+folder for the pod's next start, and rank 0 also uploads it to the store. No start reads files that a killed one left
+half written.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from strata_kernels.warmup.blob_storage import FolderStorage
 from strata_kernels.warmup.store import Store
 from strata_kernels.warmup.time_budget import CircuitBreaker
 from strata_platform.spec import KernelStore, RunSpec
+from tasks.runtime.models import flash_attention_4
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.warmup.store import open_store
 from tasks.runtime.warmup.warmup_metadata import WarmupMetadata
@@ -52,7 +54,7 @@ def triton_directory() -> Path:
 
 
 def use_new_folder(directory: Path, name: str) -> None:
-    """Give `torch.compile`, in this process and its children, a new folder that is named after `name`.
+    """Give `torch.compile` and FlashAttention 4, in this process and its children, a new folder named after `name`.
 
     The folder is inside the directory that the environment names, or inside `directory` if there is none or it cannot
     be written.
@@ -73,6 +75,7 @@ def use_new_folder(directory: Path, name: str) -> None:
         given = directory
         _empty(given / folder)
     os.environ[FOLDER] = str(given / folder)
+    flash_attention_4.keep_kernels(given / folder)
 
 
 def _folder() -> Path | None:
@@ -101,6 +104,7 @@ def graphs_key(spec: RunSpec) -> str:
         # Processes of a pod have separate graphs, because a graph contains the GPU's index.
         "processes": spec.topology.nproc_per_node,
         "layers": source_hash(_LAYERS),
+        "flash_attention_4": flash_attention_4.tested_version(),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -163,13 +167,14 @@ def _pull(store: Store, key: str, problems: list[str]) -> graph_cache.Files | No
 
 
 class GraphArchiver:
-    """Archives the graphs that this pod compiles, in a thread. Training waits for it only in `close`."""
+    """Archives what this pod compiles, in a thread. Training waits for it only in `close`."""
 
     def __init__(self, spec: RunSpec, processes: Processes) -> None:
         self._spec, self._processes = spec, processes
         self._folder = _folder()
         self._steps = self._given = 0
-        self._before = graph_cache.graph_counts()
+        self._before = self._graphs()
+        self._kernels = self._attention_kernels()
         self._thread: Thread | None = None
         self._breaker = CircuitBreaker(spec.kernels.store.timeout)
         self._pushed = 0
@@ -188,7 +193,7 @@ class GraphArchiver:
 
     def metadata(self) -> WarmupMetadata:
         """Graphs that this process found and compiled, and archives that it uploaded."""
-        now = graph_cache.graph_counts()
+        now = self._graphs()
         return WarmupMetadata(
             graphs_found=now.found - self._before.found,
             graphs_compiled=now.compiled - self._before.compiled,
@@ -197,8 +202,16 @@ class GraphArchiver:
             graph_problems=tuple(self._breaker.problems),
         )
 
+    def _graphs(self) -> graph_cache.GraphCounts:
+        # Without `torch.compile`, its counters would have to be imported.
+        return graph_cache.graph_counts() if self._spec.training.compile else graph_cache.GraphCounts(0, 0, 0)
+
+    def _attention_kernels(self) -> int:
+        return 0 if self._folder is None else flash_attention_4.kept_kernels(self._folder)
+
     def _give(self) -> None:
-        compiled = graph_cache.graph_counts().compiled - self._before.compiled
+        graphs = self._graphs().compiled - self._before.compiled
+        compiled = graphs + self._attention_kernels() - self._kernels
         if compiled == self._given or self._processes.local_rank != 0 or self._folder is None:
             return
         if self._thread is not None:

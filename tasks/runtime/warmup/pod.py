@@ -28,6 +28,7 @@ from strata_platform.file_io import acquire_lock
 from strata_platform.spec import RunSpec
 from strata_platform.spec.kernels import Kernels
 from strata_platform.spec.training import Training
+from tasks.runtime.models import flash_attention_4
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import write_json
 from tasks.runtime.warmup import inductor_cache
@@ -41,7 +42,7 @@ BAKED_KERNELS = "STRATA_BAKED_KERNELS"
 """Environment variable with the folder of kernels in the image."""
 
 # Variables that the pod's first process sets for the others.
-_SHARED_VARIABLES = ("TRITON_CACHE_DIR", inductor_cache.FOLDER)
+_SHARED_VARIABLES = ("TRITON_CACHE_DIR", inductor_cache.FOLDER, flash_attention_4.KEEP, flash_attention_4.FOLDER)
 # Prefix of the kernels that `torch.compile` generates.
 _GENERATED = "triton_"
 # Space that a cache directory must have: a few hundred kernels.
@@ -53,8 +54,9 @@ _TEMPORARY = tuple(dict.fromkeys((Path("/dev/shm"), Path(tempfile.gettempdir()))
 def warm_up_pod(spec: RunSpec, folder: RunFolder) -> WarmupMetadata:
     """Warm up this pod, unless the agent that started this process has done so.
 
-    The first process that gets the pod's lock warms up, and the others wait for it. Sets TRITON_CACHE_DIR, and
-    TORCHINDUCTOR_CACHE_DIR for graphs. Never raises: after a failed warm-up, training compiles as it goes.
+    The first process that gets the pod's lock warms up, and the others wait for it. Sets TRITON_CACHE_DIR,
+    TORCHINDUCTOR_CACHE_DIR for graphs, and the folder of FlashAttention 4's kernels. Never raises: after a failed
+    warm-up, training compiles as it goes.
 
     Returns:
         The metadata in the pod's first process, and empty ones in the others.
@@ -81,8 +83,11 @@ def warm_up_pod(spec: RunSpec, folder: RunFolder) -> WarmupMetadata:
 
 
 def caches_graphs(kernels: Kernels, training: Training) -> bool:
-    """Whether Strata fetches and archives graphs of `torch.compile`; otherwise only PyTorch caches them."""
-    return training.compile and kernels.warmup
+    """Whether Strata fetches and archives graphs of `torch.compile`, and kernels of FlashAttention 4 if installed.
+
+    Otherwise only PyTorch caches graphs, and each process compiles those kernels.
+    """
+    return kernels.warmup and (training.compile or flash_attention_4.tested_version() is not None)
 
 
 @contextlib.contextmanager
@@ -125,7 +130,7 @@ def _run_warmup(spec: RunSpec, files: WarmupFiles, reason: str | None) -> None:
         log.warning("warm-up: %s", "; ".join(problems))
         report = _with_problems(report, problems)
     if report.graphs_from:
-        log.info("warm-up: %d files of torch.compile's graphs, from the %s", report.graph_files, report.graphs_from)
+        log.info("warm-up: %d files of compiled graphs, from the %s", report.graph_files, report.graphs_from)
     write_json(files.report, report.to_dict())
 
 

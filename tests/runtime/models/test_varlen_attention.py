@@ -487,10 +487,12 @@ def test_flash_attention_4_is_used_for_what_it_was_tested_with(fields, installed
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     flash_4.installed_version.cache_clear()
+    flash_4.tested_version.cache_clear()
     try:
         assert flash_4.usable_version(AutoConfig.for_model(**{"model_type": "llama"} | fields)) == used
     finally:
         flash_4.installed_version.cache_clear()
+        flash_4.tested_version.cache_clear()
     assert ("4.0.0b35 is not used: 4.0.0b36 is known to be exact" in caplog.text) == (installed == "4.0.0b35")
 
 

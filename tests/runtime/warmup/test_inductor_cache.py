@@ -16,6 +16,7 @@ from strata_kernels.warmup.blob_storage import FolderStorage
 from strata_kernels.warmup.store import RejectedArchive, Store, pack, unpack
 from strata_kernels.warmup.time_budget import CircuitBreaker
 from strata_platform.spec import RunSpec
+from tasks.runtime.models import flash_attention_4
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.warmup import inductor_cache, pod
@@ -30,7 +31,8 @@ FILES = {"fxgraph/ab/fabc/xyz": b"a pickled graph", "ab/cabc.main.so": elf(b"tex
 
 @pytest.fixture(autouse=True)
 def environment(tmp_path, monkeypatch):
-    for name in (inductor_cache.FOLDER, pod.DONE, pod.BAKED_KERNELS):
+    variables = (inductor_cache.FOLDER, pod.DONE, pod.BAKED_KERNELS, flash_attention_4.KEEP, flash_attention_4.FOLDER)
+    for name in variables:
         # Set first, so that what the test sets is undone.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -218,6 +220,54 @@ def test_without_a_store_a_machine_without_a_gpu_takes_no_time(tmp_path, monkeyp
     report = pod.warm_up_pod(spec, RunFolder.of(spec)).to_dict()
     assert time.process_time() - start < 0.05
     assert report["skipped"].startswith("no GPU here") and report["graphs_from"] is None
+
+
+def test_kernels_of_flash_attention_4_are_kept_without_graphs(tmp_path, monkeypatch):
+    """Its package writes them into the folder that its variable names; a GPU test of the model has the package."""
+    monkeypatch.setattr(flash_attention_4, "tested_version", lambda: "4.0")
+    spec = make_spec(tmp_path, training={"compile": False})
+    assert pod.caches_graphs(spec.kernels, spec.training)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "first" / "triton"))
+    take(spec, tmp_path / "first")
+    archiver = inductor_cache.GraphArchiver(spec, Processes())
+    written = {"f1/fwd/ab.o": elf(b"text"), "f1/fwd/ab.lock": b"", "f1/bwd/.cd.7.tmp.o": b"half"}
+    graph_cache.write(Path(os.environ[flash_attention_4.FOLDER]), written)
+    archiver.step_ended()
+    archiver.step_ended()
+    archiver.close()
+    assert archiver.metadata().to_dict()["graphs_pushed"] == 1
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "second" / "triton"))
+    report, problems = take(spec, tmp_path / "second")
+
+    assert (report["graphs_from"], report["graph_files"], problems) == ("store", 1, [])
+    found = Path(os.environ[flash_attention_4.FOLDER])
+    assert found.is_relative_to(tmp_path / "second") and os.environ[flash_attention_4.KEEP] == "1"
+    assert graph_cache.read(found) == {"f1/fwd/ab.o": elf(b"text")}
+    # What was found is not archived again.
+    again = inductor_cache.GraphArchiver(spec, Processes())
+    again.close()
+    assert again.metadata().to_dict()["graphs_pushed"] == 0
+
+
+def test_a_folder_of_yours_for_flash_attention_4_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(flash_attention_4, "tested_version", lambda: "4.0")
+    monkeypatch.setenv(flash_attention_4.FOLDER, "/mnt/kernels")
+    monkeypatch.setenv(flash_attention_4.KEEP, "0")
+    take(make_spec(tmp_path), tmp_path / "pod")
+    assert (os.environ[flash_attention_4.FOLDER], os.environ[flash_attention_4.KEEP]) == ("/mnt/kernels", "0")
+    monkeypatch.delenv(flash_attention_4.FOLDER)
+    monkeypatch.setattr(flash_attention_4, "tested_version", lambda: None)
+    take(make_spec(tmp_path), tmp_path / "pod")
+    assert flash_attention_4.FOLDER not in os.environ
+
+
+def test_other_versions_of_flash_attention_4_have_other_archives(tmp_path, monkeypatch):
+    keys = set()
+    for version in (None, "4.0", "4.1"):
+        monkeypatch.setattr(flash_attention_4, "tested_version", lambda version=version: version)
+        keys.add(inductor_cache.graphs_key(make_spec(tmp_path)))
+    assert len(keys) == 3
 
 
 STEPS = """
