@@ -14,7 +14,6 @@ from tasks.elastic import Training
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.process.signals import Preempted, raise_on_sigterm
-from tasks.runtime.training import session as training_session
 from tasks.steps import train_step
 
 LAUNCH = Training(nnodes=1, nproc_per_node=2, max_restarts=0)
@@ -96,6 +95,8 @@ def loses_a_peer(spec: RunSpec, data: FlyteDirectory) -> Result:
 @task(task_config=Training(nnodes=1, nproc_per_node=2, max_restarts=2))
 def cannot_train(spec: RunSpec, data: FlyteDirectory) -> Result:
     """Each start of a process leaves a line."""
+    # Here, since it imports transformers, for which interpreters of the other tasks have no use.
+    from tasks.runtime.training import session as training_session
 
     def session(spec):
         with Path(data.path, "starts").open("a", encoding="utf-8") as file:
