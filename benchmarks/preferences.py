@@ -24,7 +24,8 @@ from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.checkpoint.state import load_model
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.data import collate, fingerprint, prepare
-from tasks.runtime.models.build import PRESETS, build_saved_model, materialize
+from tasks.runtime.models.build import build_saved_model, materialize
+from tasks.runtime.models.config import PRESETS
 from tasks.runtime.models.trained_weights import build_initial_model
 from tasks.runtime.objectives import build_objective
 from tasks.runtime.objectives.dpo import Dpo

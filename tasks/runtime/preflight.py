@@ -98,7 +98,7 @@ CHECKS = (
     Check(
         "attention",
         ("plan", "launch"),
-        "models.build:require_attention",
+        "models.config:require_attention",
         ("spec.model",),
         "the model's class supports model.attention",
     ),

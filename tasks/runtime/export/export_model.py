@@ -22,7 +22,8 @@ from tasks.runtime.export.adapter_export import export_adapter
 from tasks.runtime.export.check_folder import expected_of, media_results, verify
 from tasks.runtime.export.publish import PROCESSOR_FILES, RECORD, publish
 from tasks.runtime.export.serving_formats import write_formats
-from tasks.runtime.models.build import PRESETS, load_config, set_special_tokens
+from tasks.runtime.models.build import set_special_tokens
+from tasks.runtime.models.config import PRESETS, load_config
 from tasks.runtime.models.score_head import class_of
 from tasks.runtime.models.trained_weights import build_trained_model
 from tasks.runtime.preflight import run_checks

@@ -9,7 +9,7 @@ from strata_platform.estimate.remedies import remedies
 from strata_platform.estimate.shapes import ModelShape
 from strata_platform.estimate.workload import Workload
 from strata_platform.spec import RunSpec
-from tasks.runtime.models.build import load_config
+from tasks.runtime.models.config import load_config
 from tasks.runtime.run_folder.folder import RunFolder, changed_fixed_fields
 
 GIB = float(1 << 30)

@@ -11,7 +11,7 @@ from tasks.runtime.generation.generator import Generator
 from tasks.runtime.generation.remote_engine import RemoteGenerator
 from tasks.runtime.generation.serving import shared_token
 from tasks.runtime.generation.vllm_engine import VllmGenerator, require_vllm
-from tasks.runtime.models.build import compute_dtype
+from tasks.runtime.models.config import compute_dtype
 from tasks.runtime.parallel.whole_model import WholeModel
 from tasks.runtime.process.ranks import Processes
 

@@ -22,7 +22,8 @@ from strata_platform.spec.model import Model
 from strata_platform.spec.objectives import PAIRED
 from strata_platform.spec.run_spec import Objective
 from tasks.runtime.models.attention_choice import choose_attention
-from tasks.runtime.models.build import build_model_on_meta, is_on_meta, load_config, support_packed_rows
+from tasks.runtime.models.build import build_model_on_meta, is_on_meta, support_packed_rows
+from tasks.runtime.models.config import load_config
 from tasks.runtime.models.multimodal import has_rope_index, is_multimodal
 from tasks.runtime.models.recurrent_layers import needs_gpu, recurrent_layers
 

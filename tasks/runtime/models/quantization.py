@@ -29,7 +29,7 @@ from strata_kernels.patch.small_copy import NotEqual
 from strata_platform.spec import RunSpec
 from strata_platform.spec.model import Lora
 from strata_platform.spec.run_spec import Parallel
-from tasks.runtime.models.build import compute_dtype
+from tasks.runtime.models.config import compute_dtype
 from tasks.runtime.models.lora import saved_modules, weights_read_by
 
 if TYPE_CHECKING:

@@ -69,7 +69,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> SequenceClassifierOutput:
 
 def require_score_head(model: Model) -> None:
     """Raises ValueError if `model` scores texts and transformers has no such model of this family."""
-    from tasks.runtime.models.build import load_config
+    from tasks.runtime.models.config import load_config
 
     if model.head != "score":
         return

@@ -28,7 +28,7 @@ from tasks.runtime.data.dataset import Batch, Row
 from tasks.runtime.data.media_packing import MEDIA_PACKING
 from tasks.runtime.models import attention_sinks
 from tasks.runtime.models.attention_choice import VARLEN, choose_attention
-from tasks.runtime.models.build import compute_dtype
+from tasks.runtime.models.config import compute_dtype
 from tasks.runtime.models.flash_attention_4 import flash_attention_4, installed_version, takes
 from tasks.runtime.models.image_masks import sees_later_tokens
 from tasks.runtime.models.multimodal import is_multimodal

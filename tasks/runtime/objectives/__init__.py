@@ -6,7 +6,7 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec import objectives as settings
 from tasks.runtime.data import PreparedData
 from tasks.runtime.generation import Generator
-from tasks.runtime.models.build import has_router_loss
+from tasks.runtime.models.config import has_router_loss
 from tasks.runtime.objectives.cpo import Cpo
 from tasks.runtime.objectives.custom import Custom, require_objective
 from tasks.runtime.objectives.distill import Distill

@@ -22,13 +22,12 @@ from tasks.runtime.models.build import (
     build_model,
     build_model_on_meta,
     build_planning_model,
-    compute_dtype,
     has_fused_loss,
-    load_config,
     move_to_device,
     patch,
     require_embeddings,
 )
+from tasks.runtime.models.config import compute_dtype, load_config
 from tasks.runtime.models.lora import base_fingerprint
 from tasks.runtime.models.packing_support import require_packing_support, require_position_embeddings
 from tasks.runtime.models.varlen_attention import set_varlen_attention, uses_varlen

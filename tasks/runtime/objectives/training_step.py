@@ -13,12 +13,7 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.objectives import LABELLED, PAIRED
 from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data.dataset import Batch, Row
-from tasks.runtime.models.build import (
-    freeze_by_name,
-    freeze_non_text_parameters,
-    has_fused_loss,
-    prepare_for_training,
-)
+from tasks.runtime.models.build import freeze_by_name, freeze_non_text_parameters, has_fused_loss, prepare_for_training
 from tasks.runtime.models.dropout import turn_dropout_off
 from tasks.runtime.models.float8 import use_float8
 from tasks.runtime.models.fused_adapters import fuse_adapters

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from strata_platform.spec.model import Model
 from strata_platform.spec.run_spec import Parallel
-from tasks.runtime.models.build import load_config
+from tasks.runtime.models.config import load_config
 from tasks.runtime.parallel.collectives import CopyToGroup, Group
 from tasks.runtime.parallel.parallel_linear import (
     ColumnParallelLinear,

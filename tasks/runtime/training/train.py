@@ -35,11 +35,11 @@ from tasks.runtime.models.build import (
     build_model,
     build_model_on_meta,
     build_saved_model,
-    compute_dtype,
     has_fused_loss,
     saved_dtype,
     set_special_tokens,
 )
+from tasks.runtime.models.config import compute_dtype
 from tasks.runtime.models.float8 import keep_slow_layers, quantize_frozen_weights, saves_frozen_weights
 from tasks.runtime.models.lora import add_adapter, base_fingerprint, require_base
 from tasks.runtime.models.pissa import (

@@ -22,7 +22,8 @@ from strata_platform.estimate.memory import activations_of_layer, kept_by_layer,
 from strata_platform.estimate.shapes import KNOWN, ModelShape
 from strata_platform.estimate.workload import Workload
 from strata_platform.spec import RunSpec, load_spec
-from tasks.runtime.models.build import PRESETS, build_model
+from tasks.runtime.models.build import build_model
+from tasks.runtime.models.config import PRESETS
 from tasks.runtime.models.lora import add_adapter
 from tasks.runtime.optim.optimizer import build_optimizer
 

@@ -13,7 +13,7 @@ from tasks.runtime.export import export_model
 from tasks.runtime.export.export_model import _replace, _stop_at, model_card
 from tasks.runtime.export.publish import RECORD as RECORD_FILE
 from tasks.runtime.export.publish import _require_exported
-from tasks.runtime.models.build import load_config
+from tasks.runtime.models.config import load_config
 from tests.runtime.helpers.audio_models import qwen2_audio
 from tests.runtime.helpers.vision_models import qwen2_5_vl
 from tests.runtime.report.test_report import RECORD

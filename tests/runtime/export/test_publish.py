@@ -16,7 +16,7 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.export import Export
 from tasks.runtime.data.tokenizer import train_tokenizer
 from tasks.runtime.export.publish import _require_exported, publish, require_export_targets
-from tasks.runtime.models.build import PRESETS
+from tasks.runtime.models.config import PRESETS
 
 FILES = ("config.json", "model.safetensors", "README.md", "strata_record.json")
 # The shards of a larger model, and a tokenizer with several templates.

@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager
 from unittest import mock
 
-from tasks.runtime.models.build import PRESETS
+from tasks.runtime.models.config import PRESETS
 
 
 def narrow() -> AbstractContextManager:

@@ -39,7 +39,8 @@ from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.manifest import MANIFEST
 from tasks.runtime.checkpoint.storage import INDEX
 from tasks.runtime.data import fingerprint, prepare
-from tasks.runtime.models.build import PRESETS, set_special_tokens
+from tasks.runtime.models.build import set_special_tokens
+from tasks.runtime.models.config import PRESETS
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tasks.runtime.run_folder.metrics_file import read_points

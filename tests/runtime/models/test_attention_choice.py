@@ -8,7 +8,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Gemma2Config, Gem
 
 from strata_platform.spec.model import Model
 from tasks.runtime.models.attention_choice import choose_attention
-from tasks.runtime.models.build import build_model, build_model_on_meta, build_planning_model, require_attention
+from tasks.runtime.models.build import build_model, build_model_on_meta, build_planning_model
+from tasks.runtime.models.config import require_attention
 from tests.kernels.test_patch import SIZES
 
 AUTO = {"llama": "sdpa", "gpt_oss": "eager", "gemma2": "eager", "gemma3_text": "sdpa"}

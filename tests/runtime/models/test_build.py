@@ -30,19 +30,18 @@ from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.data import fingerprint, prepare
 from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
 from tasks.runtime.models.build import (
-    PRESETS,
     build_model,
     build_model_on_meta,
     build_planning_model,
     build_saved_model,
     freeze_non_text_parameters,
     has_fused_loss,
-    load_config,
     materialize,
     prepare_for_training,
     require_embeddings,
     set_special_tokens,
 )
+from tasks.runtime.models.config import PRESETS, load_config
 from tasks.runtime.optim.optimizer import build_optimizer
 from tasks.runtime.process.ranks import Processes
 

@@ -17,7 +17,8 @@ from tasks.runtime.data.tokenizer import read_tokenizer
 from tasks.runtime.evaluation.evaluate_model import evaluate
 from tasks.runtime.export.export_model import export
 from tasks.runtime.models import custom_code
-from tasks.runtime.models.build import build_model, load_config
+from tasks.runtime.models.build import build_model
+from tasks.runtime.models.config import load_config
 from tasks.runtime.models.custom_code import code_of, register_custom_code
 from tasks.runtime.models.trained_weights import collect_weights
 from tasks.runtime.run_folder.folder import RunFolder, data_folder

@@ -19,13 +19,8 @@ from strata_platform.spec.training import Training
 from tasks.runtime.models import flash_attention_4 as flash_4
 from tasks.runtime.models.activation_checkpointing import _full_graph, compile_layers
 from tasks.runtime.models.attention_choice import VARLEN, choose_attention
-from tasks.runtime.models.build import (
-    build_planning_model,
-    compute_dtype,
-    load_config,
-    support_packed_rows,
-    use_no_cache,
-)
+from tasks.runtime.models.build import build_planning_model, support_packed_rows, use_no_cache
+from tasks.runtime.models.config import compute_dtype, load_config
 from tasks.runtime.models.varlen_attention import (
     FAMILIES,
     VARLEN_INPUTS,

@@ -10,7 +10,8 @@ from transformers import get_scheduler
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.training import Schedule
-from tasks.runtime.models.build import PRESETS, build_model
+from tasks.runtime.models.build import build_model
+from tasks.runtime.models.config import PRESETS
 from tasks.runtime.optim.gradients import clip_gradients
 from tasks.runtime.optim.lr_schedule import learning_rate_factor, set_learning_rate
 from tasks.runtime.optim.optimizer import build_optimizer

@@ -20,7 +20,8 @@ from tasks.runtime.checkpoint.flat_shard import FlatShard
 from tasks.runtime.checkpoint.state import load_model, load_optimizer
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.checkpoint.writer import CheckpointWriter
-from tasks.runtime.models.build import PRESETS, build_model
+from tasks.runtime.models.build import build_model
+from tasks.runtime.models.config import PRESETS
 from tasks.runtime.optim.adamw_8bit import BLOCK
 from tasks.runtime.optim.lr_schedule import set_learning_rate
 from tasks.runtime.optim.optimizer import build_optimizer

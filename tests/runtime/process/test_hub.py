@@ -19,7 +19,8 @@ from tasks import finish, prepare, topology
 from tasks.runtime import __main__ as entry
 from tasks.runtime.data.sources import HubDataset
 from tasks.runtime.data.tokenizer import read_tokenizer
-from tasks.runtime.models.build import build_model, load_config
+from tasks.runtime.models.build import build_model
+from tasks.runtime.models.config import load_config
 from tasks.runtime.objectives import ObjectiveContext, build_objective
 from tasks.runtime.process.error_explanations import explain
 from tasks.runtime.process.errors import Unreachable
