@@ -11,12 +11,12 @@ from pathlib import Path
 from strata_platform.file_io import require_regular_files
 from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.data import Data, is_template_file
-from tasks.runtime.data.chat import readable_template
 from tasks.runtime.data.own_format import is_own, own_digest
 from tasks.runtime.data.prepared_manifest import VERSION
 from tasks.runtime.data.prompt_template import template_file
 from tasks.runtime.data.readers import naming_file
 from tasks.runtime.data.sources import Files, HubDataset, Source, open_source
+from tasks.runtime.data.template_source import readable_template
 from tasks.runtime.data.tokenizer_files import TOKENIZER_FILES
 
 

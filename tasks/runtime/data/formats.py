@@ -29,7 +29,6 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec.data import Data
-from tasks.runtime.data.chat import templates_to_save
 from tasks.runtime.data.columns import CHATS, PREFERENCES, PROMPTS, Unread, optional_columns
 from tasks.runtime.data.documents import Document
 from tasks.runtime.data.media_messages import between_stand_ins, with_media
@@ -56,6 +55,7 @@ from tasks.runtime.data.rows import Row, require_valid_unicode
 from tasks.runtime.data.scores import with_scores
 from tasks.runtime.data.special_tokens import SpecialTokens, texts_in
 from tasks.runtime.data.teacher_columns import with_top_tokens
+from tasks.runtime.data.template_source import templates_to_save
 from tasks.runtime.data.token_rows import token_document
 
 ToDocuments = Callable[[Row], list[Document]]

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from strata_platform.spec.data import Data, is_template_file
-from tasks.runtime.data.chat import read_template, readable_template
 from tasks.runtime.data.columns import INPUTS, Shape, find_shape, known_shapes
 from tasks.runtime.data.rows import Row, RowError, require_valid_unicode
 from tasks.runtime.data.special_tokens import SpecialTokens
 from tasks.runtime.data.template_renderer import TemplateLimit, TemplateRejection, render_prompt, template_columns
+from tasks.runtime.data.template_source import read_template, readable_template
 
 _ALPACA = Path(__file__).parent / "templates" / "alpaca.jinja"
 

@@ -9,7 +9,7 @@ from itertools import groupby, pairwise
 from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec.data import Data, TrainOn
-from tasks.runtime.data.chat import ChatTemplate, Rendered, resolve_template
+from tasks.runtime.data.chat import ChatTemplate, Rendered
 from tasks.runtime.data.documents import Document, Segment
 from tasks.runtime.data.media_messages import media_in, without_media
 from tasks.runtime.data.messages import Messages, is_empty_answer, learned_messages
@@ -19,6 +19,7 @@ from tasks.runtime.data.row_media import Drawn, RowMedia
 from tasks.runtime.data.rows import Row, RowError
 from tasks.runtime.data.special_tokens import SpecialTokens, restore
 from tasks.runtime.data.template_renderer import Span
+from tasks.runtime.data.template_source import resolve_template
 from tasks.runtime.data.tools import COLUMN, tools_of
 from tasks.runtime.extensions import TextSegment
 

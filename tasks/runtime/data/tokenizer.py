@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from strata_platform.file_io import require_regular_files
 from strata_platform.spec import DataRecipe
-from tasks.runtime.data.chat import NAMED_TEMPLATES, resolve_template
+from tasks.runtime.data.template_source import NAMED_TEMPLATES, resolve_template
 from tasks.runtime.process.errors import Unreachable
 from tasks.runtime.process.hub import asking_hub
 

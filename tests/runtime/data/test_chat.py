@@ -12,11 +12,12 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from strata_platform.spec.data import Data
-from tasks.runtime.data.chat import ChatTemplate, resolve_template
+from tasks.runtime.data.chat import ChatTemplate
 from tasks.runtime.data.encode import Encoder
 from tasks.runtime.data.formats import make_format
 from tasks.runtime.data.messages import is_empty_answer, messages_of
 from tasks.runtime.data.rows import Row, RowError
+from tasks.runtime.data.template_source import resolve_template
 from tasks.runtime.data.tokenizer import train_tokenizer
 
 TALK = [
