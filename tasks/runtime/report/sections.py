@@ -256,7 +256,7 @@ _ORIGINS = {
 }
 _AFTERWARDS = {
     "module_wait_seconds": "Seconds that training waited for modules",
-    "graphs_from": "Source of cached torch.compile graphs",
+    "graphs_from": "Source of cached graphs",
     "graphs_found": "Graphs found",
     "graphs_compiled": "Graphs compiled",
     "graphs_not_kept": "Graphs that PyTorch cannot cache",

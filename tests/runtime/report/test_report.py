@@ -298,7 +298,7 @@ def test_graphs_of_the_compiler_are_told_also_without_kernels():
     report = {"skipped": "no GPU here", "graphs_from": "store", "graphs_found": 2, "graphs_compiled": 0}
     page = page_of(warmup={**report, "graph_problems": ["could not trim the store"]})
     assert page.tables["Kernel warm-up"][1:] == [
-        ("Source of cached torch.compile graphs", "store"),
+        ("Source of cached graphs", "store"),
         ("Graphs found", "2"),
         ("Graphs compiled", "0"),
     ]
