@@ -51,6 +51,8 @@ ON_POLICY = {
 PARALLEL = {f"zero-{stage}": {"type": "deepspeed", "stage": stage} for stage in (2, 3)}
 PARALLEL["tensor-parallel"] = {"type": "fsdp", "tensor_parallel": 2}
 NAMES = [(objective, *cell) for objective, cells in CELLS.items() for cell in cells]
+# An objective with an adapter, and without, comes back alike whatever is around it: the first cell of each.
+RESUMED = list({(name[0], name[-1]): name for name in reversed(NAMES)}.values())
 
 
 def make_spec(output, name, objective, framework, strategy, adapter, processes):
@@ -138,12 +140,12 @@ def alone(output):
 
 @pytest.fixture(scope="module")
 def trained(output, alone):
-    """Specs of runs by two processes. Each is trained from the start, and again from its first checkpoint."""
+    """Specs of runs by two processes. Those of `RESUMED` are trained again from their first checkpoint."""
     specs = {name: make_spec(output, "-".join(name), *name, 2) for name in NAMES}
     for spec in specs.values():
         (output / f"{spec.name}.json").write_text(spec.model_dump_json())
-    files = [f"{output}/{spec.name}.json" for spec in specs.values()]
-    launch(2, *files, *(f"{file}@{SAVED}" for file in files))
+    files = {name: f"{output}/{spec.name}.json" for name, spec in specs.items()}
+    launch(2, *files.values(), *(f"{files[name]}@{SAVED}" for name in RESUMED))
     return specs
 
 
@@ -163,7 +165,7 @@ def test_losses_and_metrics_are_those_of_one_process(trained, alone, name):
     assert [(e.step, e.loss, e.metrics) for e in found] == evaluations(alone[name[0], name[-1]][0])
 
 
-@pytest.mark.parametrize("name", NAMES, ids="-".join)
+@pytest.mark.parametrize("name", RESUMED, ids="-".join)
 def test_a_resumed_run_computes_the_same_bits(trained, name):
     first, again = (curve(trained[name], attempt) for attempt in (0, 1))
     assert again == first[SAVED:] and len(first) == STEPS

@@ -28,7 +28,10 @@ def make_spec(
     evaluated=False,
     **options,
 ):
-    """Four rows a step, however they are spread; `options` are those of the strategy. evaluated: after every step."""
+    """Four rows a step, however they are spread; `options` are those of the strategy.
+
+    evaluated: after every second step.
+    """
     return RunSpec.model_validate(
         {
             "name": name,
@@ -44,7 +47,7 @@ def make_spec(
                 **(training or {}),
             },
             "checkpoint": {"every": SAVED, "keep_last": steps},
-            "evaluation": {"every": 1} if evaluated else {},
+            "evaluation": {"every": 2} if evaluated else {},
             "tracking": {"log_every": 1, "report_to": []},
             "runtime": {"framework": framework},
             "parallel": {"type": strategy, **options},
