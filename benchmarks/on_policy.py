@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
+from tasks.runtime.data.preparation.tokenizer import save_tokenizer, train_tokenizer
 from tasks.runtime.run_folder.folder import RunFolder
 
 PROMPT, NEW, ROWS = 4, 20, 32

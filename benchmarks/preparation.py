@@ -41,7 +41,7 @@ DOCUMENT = 4000
 # Bytes of a corpus that is repeated.
 BLOCK = 100_000_000
 WORK = Path("out/preparation")
-PACKING = Path("tasks/runtime/data/packing.py")
+PACKING = Path("tasks/runtime/data/preparation/packing.py")
 
 
 def texts() -> Iterator[str]:
@@ -98,7 +98,8 @@ def recipe_for(source: Path, tokenizer: Path) -> Any:
 def by_prepare(source: Path, tokenizer: Path, processes: int, out: Path) -> dict[str, float]:
     import warnings
 
-    from tasks.runtime.data import pipeline, prepare
+    from tasks.runtime.data import prepare
+    from tasks.runtime.data.preparation import pipeline
 
     # Several parts also of a small corpus.
     pipeline.PART_BYTES = min(pipeline.PART_BYTES, max(1, source.stat().st_size // (4 * processes)))
@@ -299,7 +300,7 @@ class TimeLeft:
 
 def text_tokenizer(folder: Path) -> Path:
     """A byte-level BPE tokenizer of 4096 tokens, trained on the first 2,000 of `texts`."""
-    from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
+    from tasks.runtime.data.preparation.tokenizer import save_tokenizer, train_tokenizer
 
     found = texts()
     save_tokenizer(train_tokenizer(next(found) for _ in range(2000)), folder)

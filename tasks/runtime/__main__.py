@@ -22,7 +22,7 @@ from tasks.runtime.process.log import configure_logging
 from tasks.runtime.process.signals import die_with_agent
 
 if TYPE_CHECKING:
-    from tasks.runtime.data.background_preparation import BackgroundPreparation
+    from tasks.runtime.data.preparation.background_preparation import BackgroundPreparation
     from tasks.runtime.training.session import Session
 
 log = logging.getLogger("tasks.runtime")
@@ -53,7 +53,7 @@ def main() -> int:
         from torch import OutOfMemoryError
 
         from tasks.runtime.data import open_prepared
-        from tasks.runtime.data.background_preparation import BackgroundPreparation
+        from tasks.runtime.data.preparation.background_preparation import BackgroundPreparation
         from tasks.runtime.evaluation.evaluate_model import evaluate
         from tasks.runtime.export.export_model import export
         from tasks.runtime.metrics.progress import report_progress
@@ -99,7 +99,7 @@ def main() -> int:
 def _prepare(run: Session, preparation: BackgroundPreparation) -> Path:
     """Check the run and prepare its data, or begin to. Returns the folder of the data. Runs on rank 0."""
     from tasks.runtime.data import prepare, recipe_of
-    from tasks.runtime.data.pipeline import begin
+    from tasks.runtime.data.preparation.pipeline import begin
     from tasks.runtime.metrics.progress import report_progress
     from tasks.runtime.preflight import run_checks
     from tasks.runtime.run_folder.folder import data_folder

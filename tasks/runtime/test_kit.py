@@ -27,8 +27,8 @@ from strata_platform.spec.objectives import Custom as CustomSettings
 from strata_platform.spec.run_spec import Callback as CallbackSettings
 from tasks.runtime.data import prepare, recipe_of
 from tasks.runtime.data.dataset import IGNORE_INDEX, Batch
-from tasks.runtime.data.own_format import is_own_chat, own_columns, own_messages, own_segments
-from tasks.runtime.data.rows import Row, RowError
+from tasks.runtime.data.formats.own_format import is_own_chat, own_columns, own_messages, own_segments
+from tasks.runtime.data.reading.rows import Row, RowError
 from tasks.runtime.extensions import Callback, RunInfo, TokenObjective
 from tasks.runtime.extensions.callback_runner import CallbackRunner
 from tasks.runtime.extensions.import_object import load_class

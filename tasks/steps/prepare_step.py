@@ -68,7 +68,7 @@ def prepare(recipe: DataRecipe, output: str, url: str) -> tuple[Path, list[str]]
         The folder of prepared data, and shares of its parts that are left to prepare, as `source:first-last`.
     """
     from tasks.runtime.data import prepare
-    from tasks.runtime.data.pipeline import begin
+    from tasks.runtime.data.preparation.pipeline import begin
 
     folder = data_folder(output, recipe)
     with retried():
@@ -93,7 +93,7 @@ def shares(parts: Mapping[int, int]) -> list[str]:
 
 def prepare_share(folder: Path, share: str) -> int:
     """Prepare a range of parts, without those that are done, and write them to the store. Returns their number."""
-    from tasks.runtime.data.pipeline import prepare_range
+    from tasks.runtime.data.preparation.pipeline import prepare_range
 
     number, _, parts = share.partition(":")
     first, last = map(int, parts.split("-"))
@@ -104,7 +104,7 @@ def prepare_share(folder: Path, share: str) -> int:
 
 def complete(folder: Path) -> None:
     """Write the manifests after all parts."""
-    from tasks.runtime.data.pipeline import finish
+    from tasks.runtime.data.preparation.pipeline import finish
 
     with retried():
         finish(folder, log.info)

@@ -31,7 +31,7 @@ def forked_readers() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def one_renderer() -> Iterator[None]:
     """The process that renders templates serves all tests, as it serves all rows; starting it takes two seconds."""
-    with mock.patch("tasks.runtime.data.pipeline.stop_rendering"):
+    with mock.patch("tasks.runtime.data.preparation.pipeline.stop_rendering"):
         yield
 
 

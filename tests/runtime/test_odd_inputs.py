@@ -19,7 +19,7 @@ from strata_platform.cli import app
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import prepare, recipe_of, shard_store
-from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
+from tasks.runtime.data.preparation.tokenizer import save_tokenizer, train_tokenizer
 from tasks.runtime.process.errors import Unreachable
 
 SECONDS = 60

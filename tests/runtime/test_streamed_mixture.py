@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.data.part_records import prepared_parts
+from tasks.runtime.data.preparation.part_records import prepared_parts
 from tasks.runtime.data.prepared_manifest import PLAN
 from tasks.runtime.data.shard_store import ShardStore
 from tasks.runtime.run_folder.folder import RunFolder

@@ -19,7 +19,7 @@ from strata_platform.outcomes import BAD_INPUT
 from strata_platform.spec import RunSpec
 from tasks.runtime import __main__ as entry
 from tasks.runtime import checkpoint
-from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
+from tasks.runtime.data.preparation.tokenizer import save_tokenizer, train_tokenizer
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.training import train as running
 from tests.runtime.helpers.train_only import train_spec
@@ -155,7 +155,7 @@ def test_a_mistake_in_the_spec(read_before_loading, spec, message):
 def test_attention_whose_package_is_missing(read, monkeypatch, attention, package):
     monkeypatch.setattr("tasks.runtime.parallel.find_spec", lambda name: None)
     monkeypatch.setattr("tasks.runtime.parallel.is_kernels_available", lambda: False)
-    monkeypatch.setattr("tasks.runtime.data.pipeline", None)
+    monkeypatch.setattr("tasks.runtime.data.preparation.pipeline", None)
     said = read(f"model: {{attention: {attention}}}")
     assert f"model.attention '{attention}' needs the package {package}, which is not installed; " in said
     assert "set model.attention to 'auto'" in said

@@ -60,7 +60,7 @@ def test_a_run_that_no_queue_admits_is_refused_before_its_data_is_prepared(tmp_p
 
 def test_a_map_task_prepares_shares_into_a_store_that_training_reads(tmp_path: Path, s3: str, monkeypatch):
     from tasks.runtime import data
-    from tasks.runtime.data import part_processes, pipeline
+    from tasks.runtime.data.preparation import part_processes, pipeline
 
     monkeypatch.setattr(prepare, "configure_logging", lambda: None)
     monkeypatch.setattr(steps, "_SHARE", 3)
@@ -89,8 +89,8 @@ def test_a_map_task_prepares_shares_into_a_store_that_training_reads(tmp_path: P
 
 def test_a_map_task_prepares_the_shares_of_several_sources(tmp_path: Path, s3: str, monkeypatch):
     from tasks.runtime import data
-    from tasks.runtime.data import part_processes, pipeline
     from tasks.runtime.data.growing_mixture import GrowingMixture
+    from tasks.runtime.data.preparation import part_processes, pipeline
 
     monkeypatch.setattr(prepare, "configure_logging", lambda: None)
     monkeypatch.setattr(steps, "_SHARE", 3)

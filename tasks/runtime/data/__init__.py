@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from strata_platform.lazy_names import lazy_names
 from strata_platform.spec.local_files import require_local_files
 from strata_platform.spec.stages import require_no_stages
-from tasks.runtime.data.fingerprint import fingerprint, recipe_of
+from tasks.runtime.data.preparation.fingerprint import fingerprint, recipe_of
 from tasks.runtime.data.prepared_manifest import Manifest, Sample
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         collator,
     )
     from tasks.runtime.data.growing_mixture import open_prepared
-    from tasks.runtime.data.pipeline import prepare
+    from tasks.runtime.data.preparation.pipeline import prepare
 
 __all__ = [
     "Manifest",
@@ -51,6 +51,6 @@ __getattr__ = lazy_names(
     {
         "dataset": ("PreparedData", "ReferenceLogProbs", "RowDataset", "collate", "collate_flat", "collator"),
         "growing_mixture": ("open_prepared",),
-        "pipeline": ("prepare",),
+        "preparation.pipeline": ("prepare",),
     },
 )

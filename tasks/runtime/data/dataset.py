@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, Subset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tasks.runtime.data.columns import PREFERENCES
+from tasks.runtime.data.formats.columns import PREFERENCES
 from tasks.runtime.data.prepared_manifest import Manifest, Sample, Split
 from tasks.runtime.data.shard_cache import ShardCache, cache_folder
 from tasks.runtime.data.shard_store import ShardStore

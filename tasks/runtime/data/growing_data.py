@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tasks.runtime.data.dataset import SAMPLES, PreparedData, RowDataset
-from tasks.runtime.data.part_records import prepared_parts
-from tasks.runtime.data.preparation_plan import Plan, parse_plan
+from tasks.runtime.data.preparation.part_records import prepared_parts
+from tasks.runtime.data.preparation.preparation_plan import Plan, parse_plan
 from tasks.runtime.data.prepared_manifest import EMPTY, MANIFEST, PLAN, SKIP_REASONS, Manifest, Sample
 from tasks.runtime.data.shard_store import ShardStore
 from tasks.runtime.data.shards import GrowingShards

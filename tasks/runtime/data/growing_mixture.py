@@ -13,9 +13,9 @@ from torch.utils.data import Subset
 from strata_platform.spec import DataRecipe
 from strata_platform.spec.data import Data
 from tasks.runtime.data.dataset import PreparedData, Row, RowDataset
-from tasks.runtime.data.document_buffer import SHARD_TOKENS
 from tasks.runtime.data.growing_data import fetch_manifest, open_source
-from tasks.runtime.data.mixture_folder import compose, merged, mixture_of, source_folders
+from tasks.runtime.data.preparation.document_buffer import SHARD_TOKENS
+from tasks.runtime.data.preparation.mixture_folder import compose, merged, mixture_of, source_folders
 from tasks.runtime.data.prepared_manifest import EMPTY, Manifest, Sample
 from tasks.runtime.data.shards import Shards
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from strata_platform.file_io import write_atomic
-from tasks.runtime.data.sources import is_commit
+from tasks.runtime.data.reading.sources import is_commit
 from tasks.runtime.run_folder import format_versions
 
 MANIFEST = "manifest.json"

@@ -14,7 +14,7 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
-from tasks.runtime.data.part_records import read_record
+from tasks.runtime.data.preparation.part_records import read_record
 from tasks.runtime.data.prepared_manifest import Shard, Split
 from tasks.runtime.data.shard_cache import ShardCache
 from tasks.runtime.data.shard_store import ShardStore

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tasks.runtime.data.teacher_columns import TopTokens
+from tasks.runtime.data.formats.teacher_columns import TopTokens
 
 TOP_COLUMNS = ("top_token_ids", "top_log_probs")
 """A teacher's likeliest tokens for each token with loss: [T, K], int64 and fp32; zeros for the others."""

@@ -17,7 +17,7 @@ from strata_platform.spec.objectives import Grpo
 from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data import Sample as Prompt
 from tasks.runtime.data.dataset import TOKENIZER
-from tasks.runtime.data.media_processor import saved_processor
+from tasks.runtime.data.media.media_processor import saved_processor
 from tasks.runtime.evaluation.lm_eval_harness import Score, task_scores
 from tasks.runtime.extensions.callback_runner import CallbackRunner
 from tasks.runtime.generation import start_engine

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from strata_platform.spec.export import Export
-from tasks.runtime.data.tokenizer_files import TOKENIZER_FILES
+from tasks.runtime.data.preparation.tokenizer_files import TOKENIZER_FILES
 from tasks.runtime.process.object_store_url import open_url
 
 log = logging.getLogger(__name__)

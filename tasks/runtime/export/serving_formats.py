@@ -13,8 +13,8 @@ from strata_platform.spec.data import Data
 from strata_platform.spec.export import Export, Format
 from strata_platform.spec.model import PRESETS, Lora, Model
 from strata_platform.spec.run_spec import Adapter
-from tasks.runtime.data.template_source import templates_to_save
-from tasks.runtime.data.tokenizer import read_tokenizer
+from tasks.runtime.data.chat.template_source import templates_to_save
+from tasks.runtime.data.preparation.tokenizer import read_tokenizer
 from tasks.runtime.export.check_folder import verify
 from tasks.runtime.export.gguf_families import family_of
 from tasks.runtime.export.gguf_file import write_gguf

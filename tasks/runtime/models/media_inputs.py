@@ -22,7 +22,7 @@ from tasks.runtime.data.dataset import (
     Row,
     document_of,
 )
-from tasks.runtime.data.media_processor import MediaProcessor, saved_processor
+from tasks.runtime.data.media.media_processor import MediaProcessor, saved_processor
 from tasks.runtime.models.cross_attention import cross_attention_inputs, has_cross_attention
 from tasks.runtime.models.image_masks import types_are_prompts
 from tasks.runtime.models.multimodal import has_rope_index

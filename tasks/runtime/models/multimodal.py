@@ -18,8 +18,8 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.data import MEDIA_FIELDS
 from strata_platform.spec.objectives import LABELLED, PAIRED
 from tasks.runtime.data import PreparedData
-from tasks.runtime.data.columns import PREFERENCES
-from tasks.runtime.data.media_packing import require_separate_media
+from tasks.runtime.data.formats.columns import PREFERENCES
+from tasks.runtime.data.media.media_packing import require_separate_media
 from tasks.runtime.models.cross_attention import cross_attention_layers
 from tasks.runtime.models.image_masks import sees_later_tokens
 

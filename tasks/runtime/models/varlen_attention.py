@@ -25,7 +25,7 @@ from strata_platform.spec.model import Model
 from strata_platform.spec.run_spec import Parallel
 from tasks.runtime.data.context_shards import cu_seqlens, max_seqlen
 from tasks.runtime.data.dataset import Batch, Row
-from tasks.runtime.data.media_packing import MEDIA_PACKING
+from tasks.runtime.data.media.media_packing import MEDIA_PACKING
 from tasks.runtime.models import attention_sinks
 from tasks.runtime.models.attention_choice import VARLEN, choose_attention
 from tasks.runtime.models.config import compute_dtype

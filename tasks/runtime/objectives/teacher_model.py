@@ -17,7 +17,7 @@ from strata_platform.spec.run_spec import Objective, Parallel
 from tasks.runtime.checkpoint.state import dtypes_of, model_tensors, set_dtypes
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import Batch
-from tasks.runtime.data.tokenizer import read_tokenizer
+from tasks.runtime.data.preparation.tokenizer import read_tokenizer
 from tasks.runtime.models.build import (
     build_model,
     build_model_on_meta,

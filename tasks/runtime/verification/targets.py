@@ -15,12 +15,12 @@ from transformers import PreTrainedTokenizerBase
 from strata_platform.spec import DataRecipe
 from strata_platform.spec.data import Data
 from tasks.runtime.data import PreparedData
+from tasks.runtime.data.chat.messages import learned_messages
+from tasks.runtime.data.chat.row_chats import chats_of
 from tasks.runtime.data.dataset import IGNORE_INDEX, Row
-from tasks.runtime.data.messages import learned_messages
-from tasks.runtime.data.row_chats import chats_of
-from tasks.runtime.data.rows import Row as SourceRow
-from tasks.runtime.data.rows import RowError
-from tasks.runtime.data.sources import open_source
+from tasks.runtime.data.reading.rows import Row as SourceRow
+from tasks.runtime.data.reading.rows import RowError
+from tasks.runtime.data.reading.sources import open_source
 from tasks.runtime.verification.finding import Measured, Piece
 from tasks.runtime.verification.subject import Subject
 

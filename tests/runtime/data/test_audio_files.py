@@ -9,10 +9,10 @@ import pytest
 import soundfile
 
 from strata_platform.spec.data import Data
-from tasks.runtime.data import audio_files
-from tasks.runtime.data.audio_files import AudioReader, Sound, open_sound, resample, wav_of
-from tasks.runtime.data.media_files import SkippedBySize
-from tasks.runtime.data.rows import Row, RowError
+from tasks.runtime.data.media import audio_files
+from tasks.runtime.data.media.audio_files import AudioReader, Sound, open_sound, resample, wav_of
+from tasks.runtime.data.media.media_files import SkippedBySize
+from tasks.runtime.data.reading.rows import Row, RowError
 
 ROW = Row("rows.jsonl line 7", {}, folder="")
 

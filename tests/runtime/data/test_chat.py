@@ -12,13 +12,13 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from strata_platform.spec.data import Data
-from tasks.runtime.data.chat import ChatTemplate
-from tasks.runtime.data.encode import Encoder
-from tasks.runtime.data.formats import make_format
-from tasks.runtime.data.messages import is_empty_answer, messages_of
-from tasks.runtime.data.rows import Row, RowError
-from tasks.runtime.data.template_source import resolve_template
-from tasks.runtime.data.tokenizer import train_tokenizer
+from tasks.runtime.data.chat.messages import is_empty_answer, messages_of
+from tasks.runtime.data.chat.template import ChatTemplate
+from tasks.runtime.data.chat.template_source import resolve_template
+from tasks.runtime.data.formats.known_formats import make_format
+from tasks.runtime.data.preparation.encode import Encoder
+from tasks.runtime.data.preparation.tokenizer import train_tokenizer
+from tasks.runtime.data.reading.rows import Row, RowError
 
 TALK = [
     {"role": "system", "content": "Be brief."},

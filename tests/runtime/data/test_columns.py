@@ -11,7 +11,7 @@ import pytest
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import PreparedData, fingerprint, prepare
-from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
+from tasks.runtime.data.preparation.tokenizer import save_tokenizer, train_tokenizer
 
 TALK = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hi."}]
 PAIR = {"prompt": "2 + 2 =", "completion": " 4"}

@@ -9,10 +9,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from tasks.runtime.data.documents import Document, Segment
-from tasks.runtime.data.encode import Encoded, Encoder, Ids, split_long, truncate
-from tasks.runtime.data.rows import RowError
-from tasks.runtime.data.tokenizer import BOS, EOS, train_tokenizer
+from tasks.runtime.data.formats.documents import Document, Segment
+from tasks.runtime.data.preparation.encode import Encoded, Encoder, Ids, split_long, truncate
+from tasks.runtime.data.preparation.tokenizer import BOS, EOS, train_tokenizer
+from tasks.runtime.data.reading.rows import RowError
 
 
 @pytest.fixture(scope="module")

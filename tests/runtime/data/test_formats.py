@@ -12,7 +12,7 @@ import pytest
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import PreparedData, fingerprint, prepare
-from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
+from tasks.runtime.data.preparation.tokenizer import save_tokenizer, train_tokenizer
 
 DOCS = Path(__file__).parents[3] / "docs"
 # Calls and reasoning, too; the tokenizer's own template.

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from strata_platform.spec import DataRecipe, RunSpec
-from tasks.runtime.data import PreparedData, collate, fingerprint, open_prepared, pipeline, prepare, shards
+from tasks.runtime.data import PreparedData, collate, fingerprint, open_prepared, prepare, shards
 from tasks.runtime.data.growing_data import GrowingData
 from tasks.runtime.data.loader import training_loader
-from tasks.runtime.data.part_processes import PlannedSource, prepare_parts
-from tasks.runtime.data.part_records import prepared_parts
-from tasks.runtime.data.pipeline import begin, finish
+from tasks.runtime.data.preparation import pipeline
+from tasks.runtime.data.preparation.part_processes import PlannedSource, prepare_parts
+from tasks.runtime.data.preparation.part_records import prepared_parts
+from tasks.runtime.data.preparation.pipeline import begin, finish
 from tasks.runtime.data.row_order import row_order
 from tasks.runtime.process.ranks import Processes
 

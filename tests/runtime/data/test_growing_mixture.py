@@ -12,15 +12,16 @@ import pytest
 import torch
 
 from strata_platform.spec import DataRecipe, RunSpec
-from tasks.runtime.data import PreparedData, fingerprint, open_prepared, pipeline, prepare, shards
-from tasks.runtime.data.atomic_folder import folder_lock
+from tasks.runtime.data import PreparedData, fingerprint, open_prepared, prepare, shards
 from tasks.runtime.data.loader import training_loader
-from tasks.runtime.data.mixture_folder import source_folders
-from tasks.runtime.data.part_processes import PlannedSource, in_turns, prepare_parts
-from tasks.runtime.data.part_records import prepared_parts
-from tasks.runtime.data.pipeline import begin, finish
+from tasks.runtime.data.preparation import pipeline
+from tasks.runtime.data.preparation.atomic_folder import folder_lock
+from tasks.runtime.data.preparation.mixture_folder import source_folders
+from tasks.runtime.data.preparation.part_processes import PlannedSource, in_turns, prepare_parts
+from tasks.runtime.data.preparation.part_records import prepared_parts
+from tasks.runtime.data.preparation.pipeline import begin, finish
+from tasks.runtime.data.preparation.tokenizer import save_tokenizer, train_tokenizer
 from tasks.runtime.data.row_order import row_order
-from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
 from tasks.runtime.process.ranks import Processes
 
 WEIGHTS = (0.5, 0.3, 0.2)

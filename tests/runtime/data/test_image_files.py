@@ -11,10 +11,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image
 
 from strata_platform.spec.data import Data
-from tasks.runtime.data import media_files
-from tasks.runtime.data.image_files import ImageReader, open_picture, png_of
-from tasks.runtime.data.media_files import SkippedBySize
-from tasks.runtime.data.rows import Row, RowError
+from tasks.runtime.data.media import media_files
+from tasks.runtime.data.media.image_files import ImageReader, open_picture, png_of
+from tasks.runtime.data.media.media_files import SkippedBySize
+from tasks.runtime.data.reading.rows import Row, RowError
 
 RED = Image.new("RGB", (8, 6), (255, 0, 0))
 

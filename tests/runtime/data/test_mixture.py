@@ -16,8 +16,8 @@ from strata_platform.spec.data import Data
 from tasks.runtime.data import PreparedData, prepare, recipe_of
 from tasks.runtime.data.loader import MicroBatchSampler
 from tasks.runtime.data.mixture import Draw, source_shares
+from tasks.runtime.data.preparation.tokenizer import save_tokenizer, train_tokenizer
 from tasks.runtime.data.row_order import row_order
-from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import data_folder
 

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tasks.runtime.data import collate, collate_flat, collator
-from tasks.runtime.data.packing import pack
+from tasks.runtime.data.preparation.packing import pack
 
 CAPACITY = 24
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from strata_platform.spec import DataRecipe, RunSpec
-from tasks.runtime.data import PreparedData, fingerprint, pipeline, prepare
+from tasks.runtime.data import PreparedData, fingerprint, prepare
+from tasks.runtime.data.preparation import pipeline
 
 TEXTS = [f"def name_{number}(value): return value * {number}\n" * (1 + number % 5) for number in range(120)]
 PART = 2000
@@ -82,7 +83,9 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from strata_platform.spec import DataRecipe
-from tasks.runtime.data import pipeline, prepare, prepare_part
+from tasks.runtime.data import prepare
+from tasks.runtime.data.preparation import pipeline
+from tasks.runtime.data.preparation import prepare_part
 pipeline.PART_BYTES = int(sys.argv[3])
 prepared, counted = prepare_part.PartPreparer.prepare, []
 def prepare_some(*arguments):
@@ -139,7 +142,9 @@ ORPHANED = """
 import os, sys, time
 from pathlib import Path
 from strata_platform.spec import DataRecipe
-from tasks.runtime.data import part_processes, pipeline, prepare
+from tasks.runtime.data import prepare
+from tasks.runtime.data.preparation import part_processes
+from tasks.runtime.data.preparation import pipeline
 
 if __name__ == "__main__":
     pipeline.PART_BYTES = int(sys.argv[3])

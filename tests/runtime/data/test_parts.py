@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from tasks.runtime.data.parts import Part, divide
-from tasks.runtime.data.sources import Files
-from tasks.runtime.data.text_files import WHOLE_FILES, TextDocuments
+from tasks.runtime.data.preparation.parts import Part, divide
+from tasks.runtime.data.reading.sources import Files
+from tasks.runtime.data.reading.text_files import WHOLE_FILES, TextDocuments
 
 LINES = [json.dumps({"text": f"text {number} " + "é" * (number * 7 % 90)}) for number in range(200)]
 

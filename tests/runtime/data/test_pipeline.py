@@ -24,15 +24,16 @@ import torch
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from strata_platform.spec import DataRecipe, RunSpec
-from tasks.runtime.data import Manifest, PreparedData, RowDataset, collate, fingerprint, preparation_plan, prepare
-from tasks.runtime.data.document_buffer import DocumentBuffer
-from tasks.runtime.data.documents import Document
-from tasks.runtime.data.encode import Encoded, Encoder
+from tasks.runtime.data import Manifest, PreparedData, RowDataset, collate, fingerprint, prepare
+from tasks.runtime.data.formats.documents import Document
+from tasks.runtime.data.preparation import preparation_plan
+from tasks.runtime.data.preparation.document_buffer import DocumentBuffer
+from tasks.runtime.data.preparation.encode import Encoded, Encoder
+from tasks.runtime.data.preparation.tokenizer import save_tokenizer, train_tokenizer
+from tasks.runtime.data.preparation.validation import sample_mask
 from tasks.runtime.data.prepared_manifest import Split
-from tasks.runtime.data.rows import Row, RowError
+from tasks.runtime.data.reading.rows import Row, RowError
 from tasks.runtime.data.shards import Shards
-from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
-from tasks.runtime.data.validation import sample_mask
 
 ROWS = [
     {"prompt": f"def name_{i}(value)\n", "completion": f"Return value number {'minus ' * (i % 5)}{i * 37 % 101}."}
@@ -427,7 +428,7 @@ def test_the_hash_of_the_contents_is_that_of_the_rows_and_not_of_the_recipe(
         return [(render_jinja_template(**common, **chat)[0][0], []) for chat in chats]
 
     # In this process, which has the clock of the test.
-    monkeypatch.setattr("tasks.runtime.data.chat.render_templates", render)
+    monkeypatch.setattr("tasks.runtime.data.chat.template.render_templates", render)
 
     def told(out: str, day: int, rows: str = "rows.jsonl") -> tuple[str, str]:
         clock = SimpleNamespace(now=lambda: datetime(2026, 11, day))

@@ -9,10 +9,10 @@ import torch
 from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.data import Data
 from tasks.runtime.data import fingerprint, prepare
-from tasks.runtime.data.format_choice import choose_format
-from tasks.runtime.data.formats import make_format
-from tasks.runtime.data.rows import Row, RowError
-from tasks.runtime.data.tokenizer import train_tokenizer
+from tasks.runtime.data.formats.format_choice import choose_format
+from tasks.runtime.data.formats.known_formats import make_format
+from tasks.runtime.data.preparation.tokenizer import train_tokenizer
+from tasks.runtime.data.reading.rows import Row, RowError
 
 USER = {"role": "user", "content": "2 + 2?"}
 GOOD, BAD = {"role": "assistant", "content": "4"}, {"role": "assistant", "content": "5"}

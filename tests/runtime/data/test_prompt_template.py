@@ -12,8 +12,9 @@ import pytest
 from strata_platform.errors import SpecError
 from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.local_files import require_local_files
-from tasks.runtime.data import PreparedData, fingerprint, prepare, template_renderer
-from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
+from tasks.runtime.data import PreparedData, fingerprint, prepare
+from tasks.runtime.data.chat import template_renderer
+from tasks.runtime.data.preparation.tokenizer import save_tokenizer, train_tokenizer
 
 Prepare = Callable[..., PreparedData]
 QUESTION = "{{ question }} ="

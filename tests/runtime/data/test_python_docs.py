@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from strata_platform.spec import DataRecipe, RunSpec
-from tasks.runtime.data import python_docs
-from tasks.runtime.data.sources import PythonDocs, open_source
+from tasks.runtime.data.reading import python_docs
+from tasks.runtime.data.reading.sources import PythonDocs, open_source
 
 
 def test_the_library_has_thousands_of_clean_pairs() -> None:

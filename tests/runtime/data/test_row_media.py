@@ -16,8 +16,9 @@ from transformers import AutoProcessor
 from transformers.models.smolvlm import processing_smolvlm
 
 from strata_platform.spec import DataRecipe, RunSpec
-from tasks.runtime.data import fingerprint, pipeline, prepare
-from tasks.runtime.data.image_files import open_picture, png_of
+from tasks.runtime.data import fingerprint, prepare
+from tasks.runtime.data.media.image_files import open_picture, png_of
+from tasks.runtime.data.preparation import pipeline
 from tests.runtime.data.test_formats import TEXT, forms
 from tests.runtime.helpers.audio_models import qwen2_audio, tone
 from tests.runtime.helpers.media_rows import asked, files_of, prepare_rows

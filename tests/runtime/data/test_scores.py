@@ -2,8 +2,8 @@
 
 import pytest
 
-from tasks.runtime.data.rows import Row, RowError
-from tasks.runtime.data.scores import label_of, margin_of
+from tasks.runtime.data.formats.scores import label_of, margin_of
+from tasks.runtime.data.reading.rows import Row, RowError
 
 # Of JSON, of CSV files, of pandas, and of people.
 GOOD = [True, 1, 1.0, "true", "True", "TRUE", "1", "1.0", "yes", "Yes", " true "]

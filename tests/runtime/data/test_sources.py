@@ -20,8 +20,9 @@ import pyarrow.parquet
 import pytest
 
 from strata_platform.spec import DataRecipe, RunSpec
-from tasks.runtime.data import fingerprint, readers, recipe_of
-from tasks.runtime.data.sources import Files, HubDataset, Source, open_source
+from tasks.runtime.data import fingerprint, recipe_of
+from tasks.runtime.data.reading import readers
+from tasks.runtime.data.reading.sources import Files, HubDataset, Source, open_source
 
 PAIRS = [{"prompt": f"p{i}", "completion": f"é {i}\nNA"} for i in range(3)]
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from strata_platform.spec import DataRecipe, RunSpec
-from tasks.runtime.data import collate, fingerprint, open_prepared, pipeline, prepare
+from tasks.runtime.data import collate, fingerprint, open_prepared, prepare
 from tasks.runtime.data.dataset import IGNORE_INDEX
-from tasks.runtime.data.documents import Document
-from tasks.runtime.data.part_processes import PlannedSource, prepare_parts
-from tasks.runtime.data.rows import Row, RowError
-from tasks.runtime.data.teacher_columns import TopTokens, top_tokens_of, with_top_tokens
-from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
+from tasks.runtime.data.formats.documents import Document
+from tasks.runtime.data.formats.teacher_columns import TopTokens, top_tokens_of, with_top_tokens
+from tasks.runtime.data.preparation import pipeline
+from tasks.runtime.data.preparation.part_processes import PlannedSource, prepare_parts
+from tasks.runtime.data.preparation.tokenizer import save_tokenizer, train_tokenizer
+from tasks.runtime.data.reading.rows import Row, RowError
 from tasks.runtime.run_folder.folder import data_folder
 
 
@@ -151,7 +152,7 @@ def test_truncation_and_pieces_keep_their_tokens(tmp_path, tokenizer):
 
 
 def test_pieces_of_a_long_document_keep_their_tokens():
-    from tasks.runtime.data.encode import Encoded, split_long
+    from tasks.runtime.data.preparation.encode import Encoded, split_long
 
     ids = np.arange(5, 45, dtype=np.int32)
     targets = ids % 3 > 0

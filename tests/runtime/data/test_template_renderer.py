@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from tasks.runtime.data import template_renderer
-from tasks.runtime.data.chat import ChatTemplate
-from tasks.runtime.data.template_renderer import TemplateLimit, TemplateRejection, render_templates
-from tasks.runtime.data.tokenizer import train_tokenizer
+from tasks.runtime.data.chat import template_renderer
+from tasks.runtime.data.chat.template import ChatTemplate
+from tasks.runtime.data.chat.template_renderer import TemplateLimit, TemplateRejection, render_templates
+from tasks.runtime.data.preparation.tokenizer import train_tokenizer
 
 TALK = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 LOOPS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3

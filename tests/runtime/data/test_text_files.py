@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import PreparedData, fingerprint, prepare
-from tasks.runtime.data.documents import Document, Segment
-from tasks.runtime.data.encode import Encoder
-from tasks.runtime.data.text_files import TextDocuments, cut, pieces
+from tasks.runtime.data.formats.documents import Document, Segment
+from tasks.runtime.data.preparation.encode import Encoder
+from tasks.runtime.data.reading.text_files import TextDocuments, cut, pieces
 
 TEXT = "\ufeffone\r\n  two\n\n\n\nthree\n \t\n    four é\n---\nfive\n---\n\n"
 

@@ -11,7 +11,15 @@ import pytest
 from transformers import AutoTokenizer
 
 from strata_platform.spec import DataRecipe, RunSpec
-from tasks.runtime.data.tokenizer import BOS, EOS, PAD, _first, load_tokenizer, save_tokenizer, train_tokenizer
+from tasks.runtime.data.preparation.tokenizer import (
+    BOS,
+    EOS,
+    PAD,
+    _first,
+    load_tokenizer,
+    save_tokenizer,
+    train_tokenizer,
+)
 
 TEXTS = [f"def module_{i}.name(self, value={i})\nReturn the value of number {i * 7919 % 101}." for i in range(300)]
 HARD = ["", " ", "\n\n\t x", "日本語 🙂 \x00 é", f"a{EOS}b", "  def f(x):  return 1e-5"]

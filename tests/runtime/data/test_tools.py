@@ -9,11 +9,11 @@ import pytest
 from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.data import Data
 from tasks.runtime.data import fingerprint, prepare
-from tasks.runtime.data.formats import make_format
-from tasks.runtime.data.messages import messages_of
-from tasks.runtime.data.rows import Row, RowError
-from tasks.runtime.data.template_source import templates_to_save
-from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
+from tasks.runtime.data.chat.messages import messages_of
+from tasks.runtime.data.chat.template_source import templates_to_save
+from tasks.runtime.data.formats.known_formats import make_format
+from tasks.runtime.data.preparation.tokenizer import save_tokenizer, train_tokenizer
+from tasks.runtime.data.reading.rows import Row, RowError
 
 TEMPLATE = (
     "{% if tools %}tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"

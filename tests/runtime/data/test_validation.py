@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tasks.runtime.data.validation import hold_out
+from tasks.runtime.data.preparation.validation import hold_out
 
 HELD_OUT = {
     # Samples of pieces, the fraction, and the pieces that are held out.
@@ -22,7 +22,7 @@ def test_ends_are_held_out_where_whole_texts_are_too_much(
 ) -> None:
     samples = np.repeat(np.arange(len(counts)) * 3, counts)
     # The longest would be held out whole.
-    monkeypatch.setattr("tasks.runtime.data.validation.uniform", lambda seed, sample: float(sample > 0))
+    monkeypatch.setattr("tasks.runtime.data.preparation.validation.uniform", lambda seed, sample: float(sample > 0))
     mask, ends = hold_out(samples, np.full(samples.size, 16), fraction=fraction, seed=0, divisible=True)
     assert np.flatnonzero(mask).tolist() == expected and ends == bool(expected)
 

@@ -9,7 +9,7 @@ import torch
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData
-from tasks.runtime.data.tokenizer import train_tokenizer
+from tasks.runtime.data.preparation.tokenizer import train_tokenizer
 from tasks.runtime.evaluation.evaluate_model import evaluate
 from tasks.runtime.evaluation.lm_eval_harness import Score, require_tasks, scores_of, task_scores
 from tasks.runtime.models.build import build_model, set_special_tokens

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
+from tasks.runtime.data.preparation.tokenizer import save_tokenizer, train_tokenizer
 from tasks.runtime.export.check_folder import TOKENS, difference, expected_of, verify
 
 

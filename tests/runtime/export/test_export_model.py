@@ -8,7 +8,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, Gemma3Config, GenerationConfig, LlamaConfig
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.data.tokenizer import train_tokenizer
+from tasks.runtime.data.preparation.tokenizer import train_tokenizer
 from tasks.runtime.export import export_model
 from tasks.runtime.export.export_model import _replace, _stop_at, model_card
 from tasks.runtime.export.publish import RECORD as RECORD_FILE

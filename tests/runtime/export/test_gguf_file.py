@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
+from tasks.runtime.data.preparation.tokenizer import save_tokenizer, train_tokenizer
 from tasks.runtime.export.check_folder import compare_gguf, expected_of, read_gguf, vocabulary_apart
 from tasks.runtime.export.gguf_file import write_gguf
 from tests.runtime.helpers.llama_cpp import LlamaCpp

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
+from tasks.runtime.data.preparation.tokenizer import save_tokenizer, train_tokenizer
 from tasks.runtime.export.check_folder import compare_quantized, expected_of
 from tasks.runtime.export.quantized_folder import SCHEMES, group_size, linear_layers, write_quantized
 

@@ -16,6 +16,6 @@ def import_everything():
     import_module("tests.runtime.helpers.train_only")
     name_methods_cheaply()
     # The standard library is parsed once in a process, for four seconds.
-    python_docs = import_module("tasks.runtime.data.python_docs")
+    python_docs = import_module("tasks.runtime.data.reading.python_docs")
     python_docs.pairs()
     python_docs.digest()

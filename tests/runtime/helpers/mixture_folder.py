@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tasks.runtime.data.tokenizer import read_tokenizer
+from tasks.runtime.data.preparation.tokenizer import read_tokenizer
 from tasks.runtime.models.build import set_special_tokens
 from tests.runtime.helpers.pretrained_folder import save_pretrained
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from unittest import mock
 
 from strata_platform.spec import load_spec
-from tasks.runtime.data import part_processes, pipeline
+from tasks.runtime.data.preparation import part_processes, pipeline
 from tests.runtime.helpers.narrow_preset import narrow
 from tests.runtime.helpers.train_forked import run_forked
 
@@ -27,7 +27,7 @@ _GATE = "TEST_GATE"
 def run(file):
     """The run of one process."""
     from tasks.runtime.__main__ import main
-    from tasks.runtime.data.background_preparation import BackgroundPreparation
+    from tasks.runtime.data.preparation.background_preparation import BackgroundPreparation
 
     def start(self, recipe, out, url, weights):
         how = json.dumps({"url": url, "weights": weights})
@@ -48,7 +48,7 @@ def run(file):
 
 def prepare():
     """What the process beside training does."""
-    from tasks.runtime.data.background_preparation import main
+    from tasks.runtime.data.preparation.background_preparation import main
 
     prepare_one, numbers, gate = part_processes._prepare_one, count(), Path(os.environ[_GATE])
 

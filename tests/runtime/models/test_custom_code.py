@@ -13,7 +13,7 @@ from strata_platform.file_io import folder_digest
 from strata_platform.spec import RunSpec
 from strata_platform.spec.model import Model
 from tasks.runtime.data import PreparedData, recipe_of
-from tasks.runtime.data.tokenizer import read_tokenizer
+from tasks.runtime.data.preparation.tokenizer import read_tokenizer
 from tasks.runtime.evaluation.evaluate_model import evaluate
 from tasks.runtime.export.export_model import export
 from tasks.runtime.models import custom_code

@@ -11,7 +11,7 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.kernels import Kernels
 from tasks.runtime.data import collate
 from tasks.runtime.data.dataset import TOKENIZER
-from tasks.runtime.data.media_processor import copy_processor, saved_processor
+from tasks.runtime.data.media.media_processor import copy_processor, saved_processor
 from tasks.runtime.export.check_folder import difference, media_results
 from tasks.runtime.models.build import build_model
 from tasks.runtime.models.media_inputs import sample_inputs, with_model_inputs

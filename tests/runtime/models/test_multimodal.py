@@ -17,10 +17,10 @@ from strata_platform.spec.kernels import Kernels
 from strata_platform.spec.model import Lora
 from tasks.runtime.data import PreparedData, collate, collate_flat, fingerprint, prepare
 from tasks.runtime.data.dataset import TOKENIZER
-from tasks.runtime.data.image_files import open_picture
 from tasks.runtime.data.loader import training_loader
-from tasks.runtime.data.media_packing import MEDIA_PACKING
-from tasks.runtime.data.media_processor import saved_processor
+from tasks.runtime.data.media.image_files import open_picture
+from tasks.runtime.data.media.media_packing import MEDIA_PACKING
+from tasks.runtime.data.media.media_processor import saved_processor
 from tasks.runtime.models.build import build_model, move_to_device, require_embeddings
 from tasks.runtime.models.cross_attention import has_cross_attention
 from tasks.runtime.models.lora import add_adapter

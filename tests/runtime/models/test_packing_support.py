@@ -21,7 +21,7 @@ from transformers import (
 from strata_platform.spec import RunSpec
 from strata_platform.spec.data import Data
 from strata_platform.spec.model import Model
-from tasks.runtime.data.tokenizer import train_tokenizer
+from tasks.runtime.data.preparation.tokenizer import train_tokenizer
 from tasks.runtime.evaluation.evaluate_model import generate
 from tasks.runtime.models.packing_support import (
     _SMALL,

@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import collate, fingerprint, prepare
 from tasks.runtime.data.loader import training_loader
+from tasks.runtime.data.preparation.tokenizer import save_tokenizer, train_tokenizer
 from tasks.runtime.data.prompts import ANSWER
-from tasks.runtime.data.tokenizer import save_tokenizer, train_tokenizer
 from tasks.runtime.generation import EmbeddedGenerator, Request, Sampling, start_engine
 from tasks.runtime.models.trained_weights import build_trained_model, collect_weights
 from tasks.runtime.objectives import ObjectiveContext, build_objective

@@ -17,8 +17,8 @@ from strata_platform.outcomes import UNREACHABLE
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks import finish, prepare, topology
 from tasks.runtime import __main__ as entry
-from tasks.runtime.data.sources import HubDataset
-from tasks.runtime.data.tokenizer import read_tokenizer
+from tasks.runtime.data.preparation.tokenizer import read_tokenizer
+from tasks.runtime.data.reading.sources import HubDataset
 from tasks.runtime.models.build import build_model
 from tasks.runtime.models.config import load_config
 from tasks.runtime.objectives import ObjectiveContext, build_objective

@@ -1,0 +1,50 @@
+"""Keys of messages that a chat template does not read, such as the `name` of who speaks: they are told, not refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from strata_platform.spec.data import Data
+from tasks.runtime.data.chat.messages import REASONING, Messages
+from tasks.runtime.data.chat.row_chats import chats_in
+from tasks.runtime.data.chat.tools import COLUMN, tools_of
+from tasks.runtime.data.formats.known_formats import Format
+from tasks.runtime.data.formats.row_documents import chat_templates
+from tasks.runtime.data.media.media_messages import without_media
+from tasks.runtime.data.reading.rows import Row, RowError
+
+# Read by every template, by Strata itself, or required of the template for each row.
+_READ = {"role", "content", "weight", "tool_calls", *REASONING}
+
+
+def unread_keys(
+    row_format: Format, columns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase, data: Data, rows: Sequence[Row]
+) -> list[str]:
+    """The keys of messages in `rows` that change nothing of what is rendered, each with the role: `'name' of 'user'`.
+
+    Rows that cannot be read are left out. Raises ValueError if the template cannot be used.
+    """
+    if row_format.templates is None or row_format.media is None:
+        return []
+    templates = chat_templates(tokenizer, data, multimodal=row_format.media.multimodal)
+    # By key and role, whether a row was rendered that differs without it.
+    read: dict[tuple[str, str], bool] = {}
+    for row in rows:
+        try:
+            tools = None if COLUMN in data.ignore_columns else tools_of(row)
+            for chat in chats_in(row_format.name, columns, row, data):
+                messages = without_media(chat)
+                open_keys = [pair for pair in _keys_of(messages) if not read.get(pair)]
+                if open_keys:
+                    found = templates[bool(tools)].reads(messages, open_keys, row.where, tools)
+                    read |= zip(open_keys, found, strict=True)
+        except RowError:
+            continue
+    return [f"{key!r} of {role!r}" for (key, role), is_read in read.items() if not is_read]
+
+
+def _keys_of(messages: Messages) -> list[tuple[str, str]]:
+    pairs = ((key, message["role"]) for message in messages for key in message if key not in _READ)
+    return list(dict.fromkeys(pairs))

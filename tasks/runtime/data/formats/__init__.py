@@ -1,0 +1,1 @@
+"""Data formats: which columns a row has, and the documents that it becomes."""

@@ -1,0 +1,1 @@
+"""From a recipe to a folder of tokenized, packed rows: tokenizing, packing, parts in several processes."""

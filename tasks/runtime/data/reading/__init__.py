@@ -1,0 +1,1 @@
+"""From files, URLs and data sets of the Hub to rows."""
