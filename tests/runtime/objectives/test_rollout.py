@@ -12,7 +12,7 @@ from tasks.runtime.rewards.reward_function import Answers
 from tasks.runtime.rewards.scoring import Rewards
 
 
-def test_the_reward_that_is_told_is_the_one_that_is_learned_from():
+def test_the_reward_that_is_logged_is_the_one_that_is_learned_from():
     """An answer that was cut has at most the lowest reward of its group."""
     settings = Grpo.model_validate({"rewards": [{"function": "exact_match"}], "group_size": 2})
     prompts = [Prompt((1, 2), {}, number) for number in range(2)]
@@ -22,5 +22,5 @@ def test_the_reward_that_is_told_is_the_one_that_is_learned_from():
     drawn, values = Drawn(prompts, samples, answers, 1.0), [[-0.5, 0.0]]
     outcome = rollout._outcome(drawn, values, Processes())
     step = step_of(settings, drawn, values, [outcome], Written.of(outcome), torch.ones(4), 0)
-    assert [(each["answer"], each["reward"]) for each in step.told] == [("a", -0.5), ("b", -0.5)]
+    assert [(each["answer"], each["reward"]) for each in step.logged] == [("a", -0.5), ("b", -0.5)]
     assert step.metrics["reward"] == -0.5

@@ -388,7 +388,7 @@ def _stop_tokens(tokenizer: PreTrainedTokenizerBase, turn_end_ids: set[int]) -> 
 
 
 def _describe(name: str, split: Split, manifest: Manifest) -> str:
-    rows = f"{split.rows:,} rows"
+    rows = f"{split.rows:,} row{'' if split.rows == 1 else 's'}"
     if manifest.packing:
         rows += f" of {manifest.sequence_length} tokens, {100 * split.fill(manifest.sequence_length):.1f} % full"
     return f"{name}: {split.samples:,} samples, {split.tokens:,} tokens, {split.target_tokens:,} with loss, in {rows}"
