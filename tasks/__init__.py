@@ -10,9 +10,8 @@ import logging
 # promise, and warns if there is none, as for `dict[str, Any]`. Our workflows pass these objects whole, as msgpack.
 # Other types still cause the warning. Messages are read as flytekit wrote them: one has an argument too many.
 _FIELD_TYPES = ("cannot be converted to a literal type", "Unsupported Type typing.Any found")
-# flytekit keeps its connections to the object store until the process ends, and then logs each as an error.
-_OPEN_AT_THE_END = ("Unclosed client session", "Unclosed connector")
-_NOT_LOGGED = (*_FIELD_TYPES, *_OPEN_AT_THE_END)
+# flytekit keeps its clients of the object store until the process ends, and then logs each as an error.
+_NOT_LOGGED = (*_FIELD_TYPES, "Unclosed client session")
 logging.getLogger("flytekit").addFilter(lambda record: not any(text in str(record.msg) for text in _NOT_LOGGED))
 
 # accelerate imports DeepSpeed wherever it is installed, which then logs what it found on a machine without a GPU.

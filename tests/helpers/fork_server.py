@@ -14,6 +14,7 @@ The first launch starts the server, which all workers of pytest-xdist share; it 
 """
 
 import atexit
+import errno
 import gc
 import hashlib
 import inspect
@@ -91,7 +92,9 @@ class Server:
         with socket.socket(socket.AF_UNIX) as listening:
             try:
                 listening.bind(address)
-            except OSError:
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
                 # Another process is starting it, whose socket listens at once.
                 return
             listening.listen()

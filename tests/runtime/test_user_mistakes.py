@@ -155,7 +155,8 @@ def test_a_mistake_in_the_spec(read_before_loading, spec, message):
 def test_attention_whose_package_is_missing(read, monkeypatch, attention, package):
     monkeypatch.setattr("tasks.runtime.parallel.find_spec", lambda name: None)
     monkeypatch.setattr("tasks.runtime.parallel.is_kernels_available", lambda: False)
-    monkeypatch.setattr("tasks.runtime.data.preparation.pipeline", None)
+    # It is found before data is prepared.
+    monkeypatch.setattr("tasks.runtime.data.preparation.pipeline.begin", None)
     said = read(f"model: {{attention: {attention}}}")
     assert f"model.attention '{attention}' needs the package {package}, which is not installed; " in said
     assert "set model.attention to 'auto'" in said

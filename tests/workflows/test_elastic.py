@@ -16,7 +16,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from strata_platform import kept_log
 from strata_platform.spec import RunSpec
-from tasks import finish, topology
+from tasks import elastic, finish, topology
 from tasks.runtime.process import forks
 from tasks.runtime.run_folder import kept_logs
 from tasks.steps.train_step import wait_for_main_pod
@@ -182,3 +182,14 @@ def test_a_pod_that_is_done_waits_until_it_is_stopped():
     wait_for_main_pod()
     stop.join()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_run_that_is_stopped_on_this_machine_shows_one_traceback(monkeypatch):
+    """pyflyte prints that of each cause."""
+    monkeypatch.setattr(elastic, "is_local", lambda: True)
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt as error:
+        with pytest.raises(FlyteRecoverableException, match="stopped; run the same command again to continue") as shown:
+            elastic._stopped("stopped", error)
+    assert shown.value.__cause__ is None and shown.value.__suppress_context__

@@ -75,7 +75,7 @@ def read(folder: Path) -> triton_cache.Files:
         folders[:] = [name for name in folders if name not in _SKIPPED and not name.startswith(".")]
         for name in names:
             path = Path(parent, name)
-            # Writers use hidden names and rename; a file may disappear meanwhile.
+            # Writers use hidden names and rename; a file may disappear meanwhile. Locks are as in `_SKIPPED`.
             if not name.startswith(".") and not name.endswith(".lock") and path.is_file():
                 files[path.relative_to(folder).as_posix()] = path.read_bytes()
     return files

@@ -67,8 +67,9 @@ def answers_of(prompts: Sequence[Prompt], samples: Sequence[Sample], tokenizer: 
 
 
 def total_of(rewards: Rewards, settings: Settings, values: Sequence[float | None], sample: Sample) -> float:
-    """The reward of an answer, NaN without one: of an answer that was cut it is 0 or less, whether it has one or not,
-    unless `objective.overlong` says otherwise.
+    """The reward of an answer; NaN if no reward has a value for it.
+
+    With `objective.overlong: unrewarded`, an answer that was cut has at most 0, and 0 in place of NaN.
     """
     total = rewards.total(values)
     if sample.finished or settings.overlong != "unrewarded":

@@ -130,7 +130,9 @@ def _run_warmup(spec: RunSpec, files: WarmupFiles, reason: str | None) -> None:
         log.warning("warm-up: %s", "; ".join(problems))
         report = _with_problems(report, problems)
     if report.graphs_from:
-        log.info("warm-up: %d files of compiled graphs, from the %s", report.graph_files, report.graphs_from)
+        log.info(
+            "warm-up: %d files that an earlier start compiled, from the %s", report.graph_files, report.graphs_from
+        )
     write_json(files.report, report.to_dict())
 
 

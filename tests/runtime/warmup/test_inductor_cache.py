@@ -223,7 +223,7 @@ def test_without_a_store_a_machine_without_a_gpu_takes_no_time(tmp_path, monkeyp
 
 
 def test_kernels_of_flash_attention_4_are_kept_without_graphs(tmp_path, monkeypatch):
-    """Its package writes them into the folder that its variable names; a GPU test of the model has the package."""
+    """The test writes what the package writes on a GPU, into the folder that the package's variable names."""
     monkeypatch.setattr(flash_attention_4, "tested_version", lambda: "4.0")
     spec = make_spec(tmp_path, training={"compile": False})
     assert pod.caches_graphs(spec.kernels, spec.training)
