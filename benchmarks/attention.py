@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from tasks.runtime.models.flash_attention_4 import flash_attention_4, installed_version
+from tasks.runtime.models.attention.flash_attention_4 import flash_attention_4, installed_version
 
 TOKENS, REPEATS, WARM_SECONDS = 8192, 30, 0.5
 # Query heads, key heads, features of a head.

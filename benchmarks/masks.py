@@ -20,10 +20,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from strata_kernels import patch_model
-from tasks.runtime.models.attention_choice import choose_attention
+from tasks.runtime.models.attention.attention_choice import choose_attention
+from tasks.runtime.models.attention.flash_attention_4 import installed_version
+from tasks.runtime.models.attention.varlen_attention import add_cu_seqlens, set_varlen_attention
 from tasks.runtime.models.build import support_packed_rows, use_no_cache
-from tasks.runtime.models.flash_attention_4 import installed_version
-from tasks.runtime.models.varlen_attention import add_cu_seqlens, set_varlen_attention
 
 LENGTH, PASSES, UNTIMED = 4096, 7, 2
 # Model type: rows, and fields of its configuration. Of gpt-oss 20B, OLMoE 1B-7B, GLM-4.5, Moonlight 16B-A3B and

@@ -41,10 +41,10 @@ from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import PreparedData, fingerprint, prepare
 from tasks.runtime.extensions.callback_runner import CallbackRunner
 from tasks.runtime.metrics.recorder import Recorder
+from tasks.runtime.models.adapters.lora import add_adapter
+from tasks.runtime.models.adapters.quantization import quantize_linear_layers
 from tasks.runtime.models.build import build_model_on_meta, materialize, set_special_tokens
 from tasks.runtime.models.float8 import keep_slow_layers, quantize_frozen_weight, saves_frozen_weights
-from tasks.runtime.models.lora import add_adapter
-from tasks.runtime.models.quantization import quantize_linear_layers
 from tasks.runtime.objectives.training_step import build_training_step
 from tasks.runtime.run_folder.folder import data_folder
 from tasks.runtime.training.frameworks import load_framework

@@ -119,7 +119,7 @@ CHECKS = (
     Check(
         "adapter",
         ("plan", "launch"),
-        "models.lora:require_adapter",
+        "models.adapters.lora:require_adapter",
         ("spec",),
         "the model has what the adapter names, and PEFT can read it if export.formats has 'adapter'",
     ),
@@ -140,14 +140,14 @@ CHECKS = (
     Check(
         "packed rows",
         ("plan", "launch"),
-        "models.packing_support:require_planned_packing_support",
+        "models.attention.packing_support:require_planned_packing_support",
         ("spec",),
         "a small model of the same configuration keeps the sequences of a row apart",
     ),
     Check(
         "planned images and audio",
         ("plan", "launch"),
-        "models.multimodal:require_planned_media_support",
+        "models.media.multimodal:require_planned_media_support",
         ("spec",),
         "where the spec names images or audio, the model's family and the parallelism support them",
     ),
@@ -245,7 +245,7 @@ CHECKS = (
     Check(
         "position embeddings",
         ("rank 0",),
-        "models.packing_support:require_position_embeddings",
+        "models.attention.packing_support:require_position_embeddings",
         ("spec.model", "spec.data.sequence_length"),
         "data.sequence_length is within the positions that the model has learned",
     ),
@@ -259,7 +259,7 @@ CHECKS = (
     Check(
         "images and audio",
         ("rank 0",),
-        "models.multimodal:require_media_support",
+        "models.media.multimodal:require_media_support",
         ("spec", "data"),
         "with images or audio in the rows, the model's family and the parallelism support them",
     ),
@@ -287,7 +287,7 @@ CHECKS = (
     Check(
         "packing",
         ("rank 0",),
-        "models.packing_support:require_packing_support",
+        "models.attention.packing_support:require_packing_support",
         ("model", "spec"),
         "with data.packing or pairs of answers, no sequence of a row depends on another",
     ),

@@ -118,7 +118,7 @@ class _Writer:
         self, spec: RunSpec, folder: Path, teacher: Teacher, data: PreparedData, top_k: int, device: Any
     ) -> None:
         from tasks.runtime.data import collator
-        from tasks.runtime.models.varlen_attention import with_cu_seqlens
+        from tasks.runtime.models.attention.varlen_attention import with_cu_seqlens
 
         self._folder, self._teacher, self._device = folder, teacher, device
         collate = collator(spec.model.attention)

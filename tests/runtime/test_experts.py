@@ -15,10 +15,10 @@ from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.data import fingerprint, prepare
 from tasks.runtime.evaluation.evaluate_model import evaluate
 from tasks.runtime.export.export_model import export
-from tasks.runtime.models.adapter_folder import load_initial_adapter
+from tasks.runtime.models.adapters.adapter_folder import load_initial_adapter
+from tasks.runtime.models.adapters.lora import add_adapter, require_adapter
+from tasks.runtime.models.adapters.quantization import quantize_linear_layers
 from tasks.runtime.models.build import build_model
-from tasks.runtime.models.lora import add_adapter, require_adapter
-from tasks.runtime.models.quantization import quantize_linear_layers
 from tasks.runtime.models.trained_weights import collect_weights
 from tasks.runtime.preflight import run_checks
 from tasks.runtime.run_folder.folder import RunFolder, data_folder

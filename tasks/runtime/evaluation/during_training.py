@@ -19,7 +19,7 @@ from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import Batch, Row
 from tasks.runtime.evaluation.evaluate_model import generate, without_router_loss
 from tasks.runtime.evaluation.lm_eval_harness import task_scores
-from tasks.runtime.models.varlen_attention import plain_attention
+from tasks.runtime.models.attention.varlen_attention import plain_attention
 from tasks.runtime.objectives import Objective
 from tasks.runtime.objectives.validation_loss import validation_means
 from tasks.runtime.parallel import Strategy

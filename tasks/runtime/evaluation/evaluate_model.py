@@ -21,9 +21,9 @@ from tasks.runtime.data.media.media_processor import saved_processor
 from tasks.runtime.evaluation.lm_eval_harness import Score, task_scores
 from tasks.runtime.extensions.callback_runner import CallbackRunner
 from tasks.runtime.generation import start_engine
+from tasks.runtime.models.attention.packing_support import learned_position_count
 from tasks.runtime.models.build import has_fused_loss, patch, set_special_tokens
-from tasks.runtime.models.media_inputs import sample_inputs, with_model_inputs
-from tasks.runtime.models.packing_support import learned_position_count
+from tasks.runtime.models.media.media_inputs import sample_inputs, with_model_inputs
 from tasks.runtime.models.score_head import score_positions
 from tasks.runtime.models.trained_weights import build_initial_model, build_trained_model
 from tasks.runtime.objectives import build_validation_objective

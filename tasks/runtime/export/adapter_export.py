@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from strata_platform.spec import RunSpec
 from strata_platform.spec.model import Lora
 from tasks.runtime.export.check_folder import difference, expected_of, tolerance_of
-from tasks.runtime.models.adapter_folder import write_adapter
+from tasks.runtime.models.adapters.adapter_folder import write_adapter
 from tasks.runtime.models.build import build_model
 from tasks.runtime.models.trained_weights import build_adapted_model, initial_matrices
 from tasks.runtime.process.forks import run_module

@@ -21,9 +21,9 @@ from strata_platform.spec.model import Model
 from tasks.runtime.data.media.media_processor import saved_processor
 from tasks.runtime.export.gguf_families import FAMILIES
 from tasks.runtime.export.quantized_folder import read_quantized
-from tasks.runtime.models.attention_choice import choose_attention
+from tasks.runtime.models.attention.attention_choice import choose_attention
 from tasks.runtime.models.custom_code import register_custom_code
-from tasks.runtime.models.media_inputs import sample_inputs
+from tasks.runtime.models.media.media_inputs import sample_inputs
 from tasks.runtime.models.pretrained import load_pretrained
 from tasks.runtime.models.score_head import head_of
 from tasks.runtime.process.forks import run_module

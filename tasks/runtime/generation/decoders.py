@@ -21,9 +21,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from tasks.runtime.models.packing_support import SUPPORTS_PACKING
-from tasks.runtime.models.recurrent_layers import recurrent_layers
-from tasks.runtime.models.varlen_attention import unsupported_reason
+from tasks.runtime.models.attention.packing_support import SUPPORTS_PACKING
+from tasks.runtime.models.attention.recurrent_layers import recurrent_layers
+from tasks.runtime.models.attention.varlen_attention import unsupported_reason
 
 log = logging.getLogger(__name__)
 

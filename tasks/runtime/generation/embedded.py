@@ -25,7 +25,7 @@ from tasks.runtime.generation.decoders import (
 )
 from tasks.runtime.generation.generator import Request, Sample, Sampling
 from tasks.runtime.generation.sampling import draw, uniform_numbers
-from tasks.runtime.models.varlen_attention import has_varlen_attention, plain_attention
+from tasks.runtime.models.attention.varlen_attention import has_varlen_attention, plain_attention
 
 # Tokens between two looks at which rows have ended: each waits for the GPU.
 _LOOK_EVERY = {"cuda": 16, "cpu": 1}

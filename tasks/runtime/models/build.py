@@ -26,16 +26,16 @@ from strata_platform.spec.training import Training
 from tasks.runtime.checkpoint.state import model_tensors, set_dtypes
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.data import PreparedData
-from tasks.runtime.models.activation_checkpointing import checkpoint_activations
-from tasks.runtime.models.attention_choice import choose_attention
+from tasks.runtime.models.activations.activation_checkpointing import checkpoint_activations
+from tasks.runtime.models.attention.attention_choice import choose_attention
+from tasks.runtime.models.attention.recurrent_layers import isolate_sequences
+from tasks.runtime.models.attention.sequence_masks import mask_sequences
 from tasks.runtime.models.config import PRESETS, attention_of, load_config, model_dtype
-from tasks.runtime.models.cross_attention import attend_to_own_images
-from tasks.runtime.models.image_masks import mask_images
-from tasks.runtime.models.multimodal import beyond_text
+from tasks.runtime.models.media.cross_attention import attend_to_own_images
+from tasks.runtime.models.media.image_masks import mask_images
+from tasks.runtime.models.media.multimodal import beyond_text
 from tasks.runtime.models.pretrained import load_pretrained
-from tasks.runtime.models.recurrent_layers import isolate_sequences
 from tasks.runtime.models.score_head import class_of, head_of, scores
-from tasks.runtime.models.sequence_masks import mask_sequences
 from tasks.runtime.models.shared_loss import share_loss
 from tasks.runtime.optim.parameter_names import names_of, select
 

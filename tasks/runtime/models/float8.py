@@ -29,7 +29,7 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.model import SCORE, Model
 from strata_platform.spec.training import Training
 from tasks.runtime.models.build import build_model_on_meta
-from tasks.runtime.models.multimodal import is_multimodal
+from tasks.runtime.models.media.multimodal import is_multimodal
 from tasks.runtime.models.score_head import scores
 from tasks.runtime.process.ranks import Processes
 

@@ -20,7 +20,7 @@ from strata_platform.model_config import read_config_file
 from strata_platform.spec.model import SCORE, Model
 from strata_platform.spec.objectives import Distill, Grpo
 from strata_platform.spec.run_spec import Objective
-from tasks.runtime.models.multimodal import AUDIO_FAMILIES
+from tasks.runtime.models.media.multimodal import AUDIO_FAMILIES
 from tasks.runtime.models.score_head import class_of, initialize, options_of
 from tasks.runtime.process.errors import Unreachable
 from tasks.runtime.process.hub import asking_hub

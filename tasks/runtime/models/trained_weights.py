@@ -19,10 +19,10 @@ from strata_platform.spec.run_spec import Adapter
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.state import load_model, read_model_tensors
 from tasks.runtime.checkpoint.storage import Index
-from tasks.runtime.models.adapter_folder import load_initial_adapter
+from tasks.runtime.models.adapters.adapter_folder import load_initial_adapter
+from tasks.runtime.models.adapters.lora import add_adapter, base_fingerprint, require_base, untie_adapted_embeddings
+from tasks.runtime.models.adapters.pissa import INITIAL, InitialMatrices, read_initial_matrices, set_initial_matrices
 from tasks.runtime.models.build import build_model, build_saved_model, materialize
-from tasks.runtime.models.lora import add_adapter, base_fingerprint, require_base, untie_adapted_embeddings
-from tasks.runtime.models.pissa import INITIAL, InitialMatrices, read_initial_matrices, set_initial_matrices
 from tasks.runtime.optim.library_optimizers import average
 from tasks.runtime.optim.state_tensors import REMAINDER
 from tasks.runtime.run_folder.folder import RunFolder

@@ -14,7 +14,7 @@ from strata_platform.spec.objectives import Dpo as Settings
 from strata_platform.spec.run_spec import Adapter
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import Batch
-from tasks.runtime.models.lora import without_adapter
+from tasks.runtime.models.adapters.lora import without_adapter
 from tasks.runtime.objectives.objective import MicroBatchLoss, ObjectiveContext
 from tasks.runtime.objectives.pairs import PairObjective, Pairs, pairs_of
 from tasks.runtime.objectives.reference import (

@@ -27,9 +27,9 @@ from tasks.runtime.data.dataset import Batch
 from tasks.runtime.data.prompts import AnswerRows, Prompt, prompts_of, replacement_of
 from tasks.runtime.data.row_order import row_order
 from tasks.runtime.generation.remote_engine import RemoteGenerator
+from tasks.runtime.models.adapters.lora import base_fingerprint, without_adapter
+from tasks.runtime.models.attention.varlen_attention import has_varlen_attention, set_varlen_attention
 from tasks.runtime.models.build import build_model, has_fused_loss, move_to_device, patch
-from tasks.runtime.models.lora import base_fingerprint, without_adapter
-from tasks.runtime.models.varlen_attention import has_varlen_attention, set_varlen_attention
 from tasks.runtime.objectives.answer_log_probs import answer_log_probs, frozen_answer_log_probs
 from tasks.runtime.objectives.generation_metrics import parts_of_step
 from tasks.runtime.objectives.objective import MicroBatchLoss, ObjectiveContext, target_tokens

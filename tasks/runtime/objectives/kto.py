@@ -28,8 +28,8 @@ from strata_platform.spec.objectives import Kto as Settings
 from strata_platform.spec.run_spec import Adapter
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import MISMATCHED, Batch
-from tasks.runtime.models.lora import without_adapter
-from tasks.runtime.models.varlen_attention import add_cu_seqlens
+from tasks.runtime.models.adapters.lora import without_adapter
+from tasks.runtime.models.attention.varlen_attention import add_cu_seqlens
 from tasks.runtime.objectives.answers import begins, count_answers, sum_by_answer
 from tasks.runtime.objectives.objective import MicroBatchLoss, ObjectiveContext, model_inputs, target_tokens
 from tasks.runtime.objectives.reference import (

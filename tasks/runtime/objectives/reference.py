@@ -20,7 +20,7 @@ from strata_platform.spec.run_spec import Adapter
 from tasks.runtime.data import PreparedData, ReferenceLogProbs, RowDataset, collator
 from tasks.runtime.data.dataset import Batch, Row
 from tasks.runtime.models.config import compute_dtype
-from tasks.runtime.models.media_inputs import with_model_inputs
+from tasks.runtime.models.media.media_inputs import with_model_inputs
 from tasks.runtime.objectives.objective import ObjectiveContext
 from tasks.runtime.process.ranks import Processes
 

@@ -18,6 +18,9 @@ from tasks.runtime.checkpoint.state import dtypes_of, model_tensors, set_dtypes
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import Batch
 from tasks.runtime.data.preparation.tokenizer import read_tokenizer
+from tasks.runtime.models.adapters.lora import base_fingerprint
+from tasks.runtime.models.attention.packing_support import require_packing_support, require_position_embeddings
+from tasks.runtime.models.attention.varlen_attention import set_varlen_attention, uses_varlen
 from tasks.runtime.models.build import (
     build_model,
     build_model_on_meta,
@@ -28,9 +31,6 @@ from tasks.runtime.models.build import (
     require_embeddings,
 )
 from tasks.runtime.models.config import compute_dtype, load_config
-from tasks.runtime.models.lora import base_fingerprint
-from tasks.runtime.models.packing_support import require_packing_support, require_position_embeddings
-from tasks.runtime.models.varlen_attention import set_varlen_attention, uses_varlen
 from tasks.runtime.objectives.head_sums import Head
 from tasks.runtime.objectives.objective import model_inputs, without_varlen_inputs
 from tasks.runtime.parallel import Strategy

@@ -13,14 +13,14 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.objectives import LABELLED, PAIRED
 from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data.dataset import Batch, Row
+from tasks.runtime.models.adapters.fused_adapters import fuse_adapters
+from tasks.runtime.models.attention.varlen_attention import set_varlen_attention, uses_varlen, with_cu_seqlens
 from tasks.runtime.models.build import freeze_by_name, freeze_non_text_parameters, has_fused_loss, prepare_for_training
 from tasks.runtime.models.dropout import turn_dropout_off
 from tasks.runtime.models.float8 import use_float8
-from tasks.runtime.models.fused_adapters import fuse_adapters
-from tasks.runtime.models.media_inputs import with_model_inputs
+from tasks.runtime.models.media.media_inputs import with_model_inputs
 from tasks.runtime.models.neftune import add_neftune
 from tasks.runtime.models.score_head import score_positions
-from tasks.runtime.models.varlen_attention import set_varlen_attention, uses_varlen, with_cu_seqlens
 from tasks.runtime.objectives import build_objective
 from tasks.runtime.objectives.objective import Objective
 

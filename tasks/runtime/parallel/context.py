@@ -25,9 +25,9 @@ from strata_platform.spec.model import Model
 from strata_platform.spec.parallel import Fsdp
 from strata_platform.spec.run_spec import Parallel
 from tasks.runtime.data.context_shards import context_chunks
-from tasks.runtime.models.attention_choice import choose_attention
+from tasks.runtime.models.attention.attention_choice import choose_attention
+from tasks.runtime.models.attention.varlen_attention import VarlenLayout, packed_attention, unsupported_reason
 from tasks.runtime.models.config import load_config
-from tasks.runtime.models.varlen_attention import VarlenLayout, packed_attention, unsupported_reason
 from tasks.runtime.parallel.collectives import AllGather, AllToAll, Group
 from tasks.runtime.process.ranks import Processes
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from strata_platform.spec.parallel import Ddp as Settings
 from tasks.runtime.models.build import move_to_device
-from tasks.runtime.models.multimodal import beyond_text
+from tasks.runtime.models.media.multimodal import beyond_text
 from tasks.runtime.parallel.base import BaseStrategy
 from tasks.runtime.process.ranks import Processes
 

@@ -25,8 +25,8 @@ from torch.nn import functional
 from strata_kernels.patch.discover_experts import has_experts
 from strata_kernels.patch.structure import original_class
 from strata_platform.spec import RunSpec
+from tasks.runtime.models.adapters.quantization import NF4_BLOCK
 from tasks.runtime.models.build import build_model_on_meta, patch
-from tasks.runtime.models.quantization import NF4_BLOCK
 from tasks.runtime.parallel.collectives import Group
 from tasks.runtime.parallel.parallel_linear import shard_parameters
 

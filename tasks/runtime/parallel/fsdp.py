@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from strata_platform.spec import RunSpec
 from strata_platform.spec.parallel import Fsdp as Settings
 from tasks.runtime.checkpoint.state import MODEL, model_tensors
-from tasks.runtime.models.activation_checkpointing import transformer_layers
+from tasks.runtime.models.activations.activation_checkpointing import transformer_layers
+from tasks.runtime.models.adapters.quantization import PackedLayers, quantize_weight, set_packed_shapes
 from tasks.runtime.models.build import materialize, move_to_meta
 from tasks.runtime.models.config import compute_dtype, model_dtype
-from tasks.runtime.models.quantization import PackedLayers, quantize_weight, set_packed_shapes
 from tasks.runtime.parallel.base import BaseStrategy
 from tasks.runtime.parallel.context import apply_context_parallel
 from tasks.runtime.parallel.expert import apply_expert_parallel, shard_dimension

@@ -28,8 +28,8 @@ from strata_platform.spec.cuda_graph_rules import cuda_graph_rules
 from strata_platform.spec.training import Training
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import Batch
-from tasks.runtime.models.multimodal import is_multimodal
-from tasks.runtime.models.recurrent_layers import recurrent_layers
+from tasks.runtime.models.attention.recurrent_layers import recurrent_layers
+from tasks.runtime.models.media.multimodal import is_multimodal
 from tasks.runtime.objectives.objective import MicroBatchLoss, Objective, ObjectiveContext
 from tasks.runtime.objectives.training_step import TrainingStep
 from tasks.runtime.process.ranks import Processes

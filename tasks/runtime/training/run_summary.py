@@ -8,9 +8,9 @@ from pathlib import Path
 from tasks.runtime import checkpoint
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.mixture import source_shares
-from tasks.runtime.models.flash_attention_4 import usable_version
-from tasks.runtime.models.lora import describe_experts
-from tasks.runtime.models.recurrent_layers import describe_recurrent_layers, missing_fast_paths
+from tasks.runtime.models.adapters.lora import describe_experts
+from tasks.runtime.models.attention.flash_attention_4 import usable_version
+from tasks.runtime.models.attention.recurrent_layers import describe_recurrent_layers, missing_fast_paths
 from tasks.runtime.objectives.training_step import TrainingStep
 from tasks.runtime.training.completion import device_name
 from tasks.runtime.training.session import Session

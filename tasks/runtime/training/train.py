@@ -29,8 +29,17 @@ from tasks.runtime.metrics.mfu import build_mfu
 from tasks.runtime.metrics.progress import report_progress
 from tasks.runtime.metrics.recorder import Recorder
 from tasks.runtime.metrics.trackers import serve_prometheus
-from tasks.runtime.models.activation_checkpointing import compile_layers
-from tasks.runtime.models.adapter_folder import load_initial_adapter
+from tasks.runtime.models.activations.activation_checkpointing import compile_layers
+from tasks.runtime.models.adapters.adapter_folder import load_initial_adapter
+from tasks.runtime.models.adapters.lora import add_adapter, base_fingerprint, require_base
+from tasks.runtime.models.adapters.pissa import (
+    INITIAL,
+    InitialMatrices,
+    principal_matrices,
+    read_initial_matrices,
+    set_initial_matrices,
+)
+from tasks.runtime.models.adapters.quantization import quantize_linear_layers
 from tasks.runtime.models.build import (
     build_model,
     build_model_on_meta,
@@ -41,15 +50,6 @@ from tasks.runtime.models.build import (
 )
 from tasks.runtime.models.config import compute_dtype
 from tasks.runtime.models.float8 import keep_slow_layers, quantize_frozen_weights, saves_frozen_weights
-from tasks.runtime.models.lora import add_adapter, base_fingerprint, require_base
-from tasks.runtime.models.pissa import (
-    INITIAL,
-    InitialMatrices,
-    principal_matrices,
-    read_initial_matrices,
-    set_initial_matrices,
-)
-from tasks.runtime.models.quantization import quantize_linear_layers
 from tasks.runtime.models.trained_weights import AVERAGED_BY
 from tasks.runtime.objectives import ObjectiveContext, build_validation_objective
 from tasks.runtime.objectives.training_step import TrainingStep, build_training_step

@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data.loader import training_loader
+from tasks.runtime.models.adapters.lora import add_adapter
 from tasks.runtime.models.build import build_model, freeze_non_text_parameters, set_special_tokens
 from tasks.runtime.models.dropout import turn_dropout_off
-from tasks.runtime.models.lora import add_adapter
-from tasks.runtime.models.media_inputs import with_model_inputs
+from tasks.runtime.models.media.media_inputs import with_model_inputs
 from tasks.runtime.objectives import ObjectiveContext, build_objective
 from tasks.runtime.objectives.distill import Distill
 from tasks.runtime.parallel.single import Single

@@ -14,9 +14,9 @@ from strata_kernels import join_weight
 from strata_platform.spec import RunSpec
 from tasks.runtime.checkpoint.flat_shard import local_values
 from tasks.runtime.data.dataset import Batch, document_of
+from tasks.runtime.models.adapters.lora import add_adapter
 from tasks.runtime.models.build import build_model
 from tasks.runtime.models.dropout import turn_dropout_off
-from tasks.runtime.models.lora import add_adapter
 from tasks.runtime.models.trained_weights import collect_weights
 from tasks.runtime.objectives.objective import model_inputs, without_varlen_inputs
 from tasks.runtime.optim.gradients import used_gradient

@@ -15,10 +15,10 @@ from strata_platform.spec.parallel import GROUPS
 from tasks.runtime.checkpoint.state import read_model_tensors
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.export.export_model import write_model
+from tasks.runtime.models.adapters.lora import add_adapter, base_fingerprint, without_adapter
 from tasks.runtime.models.build import build_model, build_model_on_meta, build_saved_model, materialize
 from tasks.runtime.models.config import attention_of, load_config
-from tasks.runtime.models.lora import add_adapter, base_fingerprint, without_adapter
-from tasks.runtime.models.multimodal import auto_class
+from tasks.runtime.models.media.multimodal import auto_class
 from tasks.runtime.models.pretrained import load_pretrained
 from tasks.runtime.models.trained_weights import ADAPTER, build_trained_model
 from tasks.runtime.verification.exact import error, scale

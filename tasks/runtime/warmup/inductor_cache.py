@@ -26,7 +26,7 @@ from strata_kernels.warmup.blob_storage import FolderStorage
 from strata_kernels.warmup.store import Store
 from strata_kernels.warmup.time_budget import CircuitBreaker
 from strata_platform.spec import KernelStore, RunSpec
-from tasks.runtime.models import flash_attention_4
+from tasks.runtime.models.attention import flash_attention_4
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.warmup.store import open_store
 from tasks.runtime.warmup.warmup_metadata import WarmupMetadata

@@ -19,10 +19,10 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.run_spec import Parallel
 from tasks.runtime.data import collator
 from tasks.runtime.data.dataset import Batch
+from tasks.runtime.models.adapters.lora import add_adapter
 from tasks.runtime.models.build import build_planning_model, has_fused_loss
 from tasks.runtime.models.config import compute_dtype, has_router_loss, model_dtype
 from tasks.runtime.models.float8 import quantize_frozen_weights
-from tasks.runtime.models.lora import add_adapter
 from tasks.runtime.objectives import build_validation_objective
 from tasks.runtime.objectives.distill import Distill
 from tasks.runtime.objectives.objective import model_inputs

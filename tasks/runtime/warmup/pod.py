@@ -28,7 +28,7 @@ from strata_platform.file_io import acquire_lock
 from strata_platform.spec import RunSpec
 from strata_platform.spec.kernels import Kernels
 from strata_platform.spec.training import Training
-from tasks.runtime.models import flash_attention_4
+from tasks.runtime.models.attention import flash_attention_4
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import write_json
 from tasks.runtime.warmup import inductor_cache

@@ -22,9 +22,9 @@ from strata_platform.estimate.memory import activations_of_layer, kept_by_layer,
 from strata_platform.estimate.shapes import KNOWN, ModelShape
 from strata_platform.estimate.workload import Workload
 from strata_platform.spec import RunSpec, load_spec
+from tasks.runtime.models.adapters.lora import add_adapter
 from tasks.runtime.models.build import build_model
 from tasks.runtime.models.config import PRESETS
-from tasks.runtime.models.lora import add_adapter
 from tasks.runtime.optim.optimizer import build_optimizer
 
 # By its name: a package may have an attribute of that name that is no module.

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from strata_kernels.patch.engine import patch_model
 from strata_platform.spec.model import Lora
 from tasks.runtime.generation.checkpoint_weights import checkpoint_weights
-from tasks.runtime.models.lora import add_adapter
+from tasks.runtime.models.adapters.lora import add_adapter
 from tests.runtime.helpers.hybrid_families import SIZES
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

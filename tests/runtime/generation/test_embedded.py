@@ -8,8 +8,8 @@ from strata_kernels.patch.engine import patch_model
 from strata_platform.spec.training import Training
 from tasks.runtime.generation import EmbeddedGenerator, Request, Sampling
 from tasks.runtime.generation.decoders import supports_static_cache
-from tasks.runtime.models.activation_checkpointing import checkpoint_activations
-from tasks.runtime.models.varlen_attention import has_varlen_attention, set_varlen_attention
+from tasks.runtime.models.activations.activation_checkpointing import checkpoint_activations
+from tasks.runtime.models.attention.varlen_attention import has_varlen_attention, set_varlen_attention
 from tests.runtime.helpers.hybrid_families import SIZES, build_family
 
 WINDOW = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
@@ -145,7 +145,7 @@ def test_layers_that_recompute_generate_as_others(monkeypatch):
     expected = ids(generator(model).generate(requests(), GREEDY))
     checkpoint_activations(model, Training(gradient_checkpointing="full"))
     # It saves random states, which a CUDA graph cannot.
-    monkeypatch.setattr("tasks.runtime.models.activation_checkpointing.checkpoint", None)
+    monkeypatch.setattr("tasks.runtime.models.activations.activation_checkpointing.checkpoint", None)
     assert ids(generator(model, static=True).generate(requests(), GREEDY)) == expected
 
 

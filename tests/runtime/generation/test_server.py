@@ -44,7 +44,7 @@ from tasks.runtime.generation.weight_stream import (
     receive_weights,
     send_weights,
 )
-from tasks.runtime.models.lora import add_adapter
+from tasks.runtime.models.adapters.lora import add_adapter
 from tasks.runtime.models.trained_weights import collect_weights
 from tasks.runtime.objectives.grpo import Grpo
 from tasks.runtime.process.errors import Unreachable

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from strata_platform.spec.model import Lora
 from tasks.runtime.generation import EmbeddedGenerator, Request, Sampling, require_engine
 from tasks.runtime.generation.vllm_engine import VllmGenerator
-from tasks.runtime.models.lora import add_adapter
+from tasks.runtime.models.adapters.lora import add_adapter
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.metrics_file import read_evaluations, read_points

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.data.context_shards import shard_batch
-from tasks.runtime.models.activation_checkpointing import compile_layers
+from tasks.runtime.models.activations.activation_checkpointing import compile_layers
 from tasks.runtime.models.build import prepare_for_training
 from tasks.runtime.objectives.next_token import NextToken
 from tasks.runtime.parallel.fsdp import Fsdp

@@ -6,8 +6,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, OPTConfig, OPTForCausalLM
 
 from strata_platform.spec import RunSpec
+from tasks.runtime.models.adapters.lora import add_adapter
 from tasks.runtime.models.dropout import turn_dropout_off
-from tasks.runtime.models.lora import add_adapter
 from tasks.runtime.objectives.training_step import build_training_step
 
 SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

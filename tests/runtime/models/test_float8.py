@@ -18,6 +18,7 @@ from strata_platform.spec.model import Model
 from strata_platform.spec.training import Training
 from tasks.runtime.checkpoint import latest, metadata_of
 from tasks.runtime.models import float8
+from tasks.runtime.models.adapters.lora import add_adapter
 from tasks.runtime.models.build import build_model
 from tasks.runtime.models.float8 import (
     Float8FrozenLinear,
@@ -28,7 +29,6 @@ from tasks.runtime.models.float8 import (
     require_float8_layers,
     use_float8,
 )
-from tasks.runtime.models.lora import add_adapter
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
 from tests.runtime.helpers.comparable_runs import SAVED, STEPS, approx, curve, file_of, make_spec

@@ -14,8 +14,8 @@ from strata_platform.spec.objectives import Distill as Settings
 from tasks.runtime import checkpoint
 from tasks.runtime.data import collate, fingerprint, prepare
 from tasks.runtime.data.preparation.tokenizer import save_tokenizer, train_tokenizer
+from tasks.runtime.models.adapters.lora import base_fingerprint
 from tasks.runtime.models.build import has_fused_loss, patch
-from tasks.runtime.models.lora import base_fingerprint
 from tasks.runtime.objectives import (
     ObjectiveContext,
     build_objective,

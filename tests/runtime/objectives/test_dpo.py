@@ -8,8 +8,8 @@ from torch.nn.functional import logsigmoid
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import collate, collate_flat
+from tasks.runtime.models.adapters.lora import add_adapter, without_adapter
 from tasks.runtime.models.build import has_fused_loss, patch
-from tasks.runtime.models.lora import add_adapter, without_adapter
 from tasks.runtime.objectives import build_objective
 from tasks.runtime.objectives.reference import reference_file, score_rows
 from tasks.runtime.process.ranks import Processes

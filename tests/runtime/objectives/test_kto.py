@@ -11,9 +11,9 @@ from strata_kernels.row_buckets import row_buckets
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import collate, collate_flat
 from tasks.runtime.data.dataset import IGNORE_INDEX
+from tasks.runtime.models.adapters.lora import add_adapter
+from tasks.runtime.models.attention.varlen_attention import add_cu_seqlens
 from tasks.runtime.models.build import has_fused_loss, patch
-from tasks.runtime.models.lora import add_adapter
-from tasks.runtime.models.varlen_attention import add_cu_seqlens
 from tasks.runtime.objectives import build_objective
 from tasks.runtime.objectives.kto import Kto, mismatched
 from tasks.runtime.objectives.reference import score_rows

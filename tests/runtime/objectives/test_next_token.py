@@ -12,7 +12,7 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.training import Training
 from tasks.runtime.data import collate
 from tasks.runtime.evaluation.evaluate_model import _measure
-from tasks.runtime.models.activation_checkpointing import checkpoint_activations
+from tasks.runtime.models.activations.activation_checkpointing import checkpoint_activations
 from tasks.runtime.models.build import build_model
 from tasks.runtime.objectives import build_objective, build_validation_objective
 from tasks.runtime.objectives.validation_loss import validation_means

@@ -13,7 +13,7 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.training import Training
 from tasks.runtime.data import collate
 from tasks.runtime.data.dataset import collate_flat
-from tasks.runtime.models.activation_checkpointing import checkpoint_activations
+from tasks.runtime.models.activations.activation_checkpointing import checkpoint_activations
 from tasks.runtime.models.build import build_model
 from tasks.runtime.objectives import build_objective, router_loss
 from tasks.runtime.objectives.router_loss import RouterLoss, causal_model

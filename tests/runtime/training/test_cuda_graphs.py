@@ -7,8 +7,8 @@ import torch
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import collate
+from tasks.runtime.models.attention.varlen_attention import add_cu_seqlens
 from tasks.runtime.models.build import build_model
-from tasks.runtime.models.varlen_attention import add_cu_seqlens
 from tasks.runtime.objectives.training_step import build_training_step
 from tasks.runtime.training import cuda_graphs
 from tasks.runtime.training.cuda_graphs import CudaGraphs, pad_sequences, unsupported_reason, with_cuda_graphs

@@ -18,7 +18,8 @@ from strata_platform.spec import RunSpec
 from tasks.runtime.data import PreparedData, RowDataset
 from tasks.runtime.data.dataset import IGNORE_INDEX
 from tasks.runtime.export import export_model
-from tasks.runtime.models import activation_checkpointing, build
+from tasks.runtime.models import build
+from tasks.runtime.models.activations import activation_checkpointing
 from tasks.runtime.objectives import teacher_model, token_losses, training_step
 from tasks.runtime.objectives.dpo import Dpo
 from tasks.runtime.parallel import fsdp

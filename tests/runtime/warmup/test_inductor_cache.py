@@ -16,7 +16,7 @@ from strata_kernels.warmup.blob_storage import FolderStorage
 from strata_kernels.warmup.store import RejectedArchive, Store, pack, unpack
 from strata_kernels.warmup.time_budget import CircuitBreaker
 from strata_platform.spec import RunSpec
-from tasks.runtime.models import flash_attention_4
+from tasks.runtime.models.attention import flash_attention_4
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.warmup import inductor_cache, pod
@@ -277,7 +277,7 @@ tempfile.tempdir = None
 import torch
 from strata_platform.spec import RunSpec
 from tasks.runtime.warmup import inductor_cache
-from tasks.runtime.models import activation_checkpointing
+from tasks.runtime.models.activations import activation_checkpointing
 from tasks.runtime.warmup import pod
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.process.ranks import Processes

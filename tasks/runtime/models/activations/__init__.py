@@ -1,0 +1,1 @@
+"""Which activations a layer keeps for its backward pass, where it keeps them, and which it computes again."""

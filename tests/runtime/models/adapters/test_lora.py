@@ -1,0 +1,262 @@
+"""Adapters learn alone, are saved alone, come back exactly, and are merged into the model that is exported."""
+
+import shutil
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from strata_platform.spec import DataRecipe, RunSpec
+from strata_platform.spec.kernels import Kernels
+from strata_platform.spec.model import Lora, Model, NoAdapter
+from tasks.runtime import checkpoint
+from tasks.runtime.checkpoint.state import load_model
+from tasks.runtime.checkpoint.storage import Index
+from tasks.runtime.data import fingerprint, prepare
+from tasks.runtime.evaluation.evaluate_model import evaluate
+from tasks.runtime.export.export_model import export
+from tasks.runtime.models.adapters.lora import add_adapter, base_fingerprint
+from tasks.runtime.models.build import build_model, build_model_on_meta, prepare_for_training
+from tasks.runtime.models.trained_weights import build_trained_model, collect_weights
+from tasks.runtime.objectives.training_step import build_training_step
+from tasks.runtime.optim.optimizer import build_optimizer
+from tasks.runtime.run_folder.folder import RunFolder, data_folder
+from tasks.runtime.run_folder.metrics_file import read_points
+from tasks.runtime.warmup.plan import plan_kernels
+from tests.kernels.helpers.tiny_models import build_tiny
+from tests.runtime.helpers.pretrained_folder import save_pretrained
+from tests.runtime.helpers.train_only import train_spec
+
+pytestmark = pytest.mark.usefixtures("forked_readers")
+STEPS, SAVED = 4, 2
+TOKENS = torch.arange(5, 37)[None]
+VARIANTS = {
+    "LoRA": {"lora_dropout": 0.1, "target_modules": ["q_proj", "mlp.down_proj"], "use_rslora": True},
+    "DoRA": {"use_dora": True},
+}
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    return save_pretrained(tmp_path_factory.mktemp("pretrained"))
+
+
+def make_spec(pretrained, adapter=None, **changes):
+    return RunSpec.model_validate(
+        {
+            "output": str(pretrained / "out"),
+            "model": {"name": str(pretrained)},
+            "adapter": {"type": "lora", "r": 4} | (adapter or {}),
+            "data": {"sequence_length": 64, "max_samples": 60},
+            "training": {"steps": STEPS, "micro_batch_size": 2},
+            "optimizer": {"lr": 1e-2},
+            "checkpoint": {"every": SAVED},
+            "evaluation": {"samples": 1, "max_new_tokens": 4, "max_batches": 2},
+            "tracking": {"report_to": []},
+            **changes,
+        }
+    )
+
+
+def data_of(spec):
+    recipe = DataRecipe.from_spec(spec, fingerprint(spec))
+    return prepare(recipe, data_folder(spec.output, recipe), report=print)
+
+
+def curve(spec):
+    return [(point.loss, point.grad_norm) for point in read_points(RunFolder.of(spec).metrics)]
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def run(request, pretrained):
+    """A finished run of each kind: its spec, its record, its losses."""
+    spec = make_spec(pretrained, VARIANTS[request.param], name=request.param.lower())
+    return spec, train_spec(spec), curve(spec)
+
+
+def test_checkpoints_hold_the_adapter_alone(run):
+    names = list(Index(checkpoint.latest(RunFolder.of(run[0]).checkpoints)))
+    assert any(name.startswith("optimizer.exp_avg.") for name in names)
+    assert all("lora_" in name for name in names if not name.startswith("random."))
+
+
+def test_the_record_tells_what_learned(run):
+    spec, record, _ = run
+    model = build_model(spec.model, spec.seed)
+    add_adapter(model, spec.adapter, spec.seed)
+    learning = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert all("lora_" in name for name in learning)
+    assert record.trainable_parameters == sum(model.get_parameter(name).numel() for name in learning)
+    assert record.parameters == model.num_parameters() > 20 * record.trainable_parameters
+
+
+def test_a_resumed_run_computes_the_same_bits(run):
+    spec, _, expected = run
+    assert train_spec(spec, SAVED).status == "complete"
+    assert curve(spec) == expected
+    assert len(expected) == STEPS
+
+
+def test_the_exported_model_has_the_adapter_merged(run):
+    spec, record, _ = run
+    weights = collect_weights(RunFolder.of(spec), spec.adapter, record)
+    assert {file.name for file in weights.iterdir()} == {"adapter.safetensors", "metrics.jsonl"}
+    record = evaluate(spec, record, data_of(spec), weights)
+    assert record.eval_loss_after < record.eval_loss_before
+    folder = export(spec, record, data_of(spec), weights)
+    exported = AutoModelForCausalLM.from_pretrained(folder.model)
+
+    base = build_model(spec.model, spec.seed)
+    before = base(TOKENS).logits
+    add_adapter(base, spec.adapter, spec.seed)
+    # To begin with it changes nothing, up to rounding in DoRA.
+    torch.testing.assert_close(base(TOKENS).logits, before, rtol=1e-5, atol=1e-5)
+    load_model(Index(checkpoint.latest(folder.checkpoints)), base)
+    expected = base.eval()(TOKENS).logits
+    assert (expected - before).abs().max() > 0.1
+    torch.testing.assert_close(exported(TOKENS).logits, expected, rtol=1e-4, atol=1e-4)
+    assert not any("lora" in name for name, _ in exported.named_parameters())
+    card = (folder.model / "README.md").read_text()
+    assert f"{exported.num_parameters() / 1e6:,.1f} M parameters, fine-tuned from" in card
+    assert f"by {spec.name[0].upper()}oRA of rank 4, merged" in card
+    # Others get the model: where its run was is nothing to them.
+    assert [file.name for file in folder.model.iterdir() if bytes(folder.root.parent.parent) in file.read_bytes()] == []
+
+
+def test_an_adapter_is_not_continued_in_another_model(pretrained, tmp_path):
+    model = shutil.copytree(pretrained, tmp_path / "model", ignore=shutil.ignore_patterns("made", "out"))
+    spec = make_spec(model)
+    record = train_spec(spec)
+    weights = collect_weights(RunFolder.of(spec), spec.adapter, record)
+    other = build_model(spec.model, spec.seed)
+    other.model.layers[1].self_attn.q_proj.weight.data[0, 0] += 1
+    other.save_pretrained(spec.model.name)
+    with pytest.raises(ValueError, match=r"has other weights than those that the adapter was trained with"):
+        train_spec(spec, SAVED)
+    with pytest.raises(ValueError, match=r"model\.name .* pin a Hub model with model\.revision"):
+        build_trained_model(spec, weights)
+
+
+def test_a_model_is_recognized_in_every_dtype(pretrained):
+    specs = [
+        make_spec(pretrained, model={"name": str(pretrained), "dtype": dtype}) for dtype in ("float32", "bfloat16")
+    ]
+    models = [build_model(spec.model, spec.seed) for spec in specs]
+    for model, spec in zip(models, specs, strict=True):
+        add_adapter(model, spec.adapter, spec.seed)
+    assert base_fingerprint(models[0]) == base_fingerprint(models[1])
+    assert {parameter.dtype for parameter in models[1].parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers")  # of what get_peft_model calls
+def test_an_adapter_is_no_model_to_start_from(pretrained, tmp_path):
+    spec = make_spec(pretrained)
+    get_peft_model(build_model(spec.model, spec.seed), LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"model\.name .* is an adapter, not a model; merge it"):
+        build_model(Model(name=str(tmp_path)), 0)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers")  # of what get_peft_model calls
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"use_dora": True}], ids=["lora", "rslora", "dora"])
+def test_an_adapter_computes_what_that_of_peft_does(pretrained, settings):
+    """In training, with its dropout, and without; none of its settings is at PEFT's default."""
+    settings = {"r": 4, "lora_alpha": 12, "lora_dropout": 0.5, **settings}
+    spec = make_spec(pretrained, settings)
+    ours, theirs = (build_model(spec.model, spec.seed) for _ in range(2))
+    add_adapter(ours, spec.adapter, spec.seed)
+    get_peft_model(theirs, LoraConfig(target_modules="all-linear", **settings))
+    torch.manual_seed(2)
+    for name, parameter in ours.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    theirs.load_state_dict(ours.state_dict())
+    outputs = []
+    for training in (True, False):
+        for model in (ours.train(training), theirs.train(training)):
+            torch.manual_seed(3)
+            outputs.append(model(TOKENS).logits.detach())
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[2], outputs[3])
+    assert not torch.allclose(outputs[0], outputs[2], atol=1e-2)
+
+
+def test_norms_without_a_weight_run_fused_beside_an_adapter(tmp_path):
+    build_tiny("nanochat").save_pretrained(tmp_path)
+    spec = RunSpec.model_validate({"model": {"name": str(tmp_path)}, "adapter": {"type": "lora", "r": 4}})
+    losses = []
+    for enabled in (False, "auto"):
+        changed = spec.model_copy(update={"kernels": Kernels(enabled=enabled)})
+        model = build_model(spec.model, 0)
+        add_adapter(model, spec.adapter, 0)
+        step = build_training_step(model, changed, torch.device("cpu"))
+        batch = {"input_ids": TOKENS, "labels": TOKENS, "position_ids": torch.arange(TOKENS.numel())[None]}
+        losses.append(step.objective.micro_batch_loss(model, batch, torch.tensor(31)).loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "left_out"),
+    [("phimoe", "router"), ("llama4_text", "router"), ("falcon_h1", "out_proj"), ("jamba", "dt_proj")],
+)
+def test_layers_whose_result_is_no_linear_layers_get_no_adapter(model_type, left_out, caplog):
+    """Routers give more than one tensor; of others, fast kernels and loops read the weight and pass the adapter by."""
+    model = build_tiny(model_type)
+    named = Lora(target_modules=[left_out])
+    with pytest.raises(ValueError, match=f"'{left_out}' is not a linear layer of the model"):
+        add_adapter(model, named, 0)
+    with caplog.at_level("INFO"):
+        add_adapter(model, Lora(r=4), 0)
+    assert f"adapter: none on {left_out}, " in caplog.text
+    adapted = {path.removesuffix(".lora_A") for path, _ in model.named_modules() if path.endswith(".lora_A")}
+    assert adapted and not any(path.endswith(left_out) for path in adapted)
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+
+
+@pytest.mark.parametrize("target", ["q_porj", "lm_head", "mlp", "proj"])
+def test_a_layer_that_is_not_there_is_refused(pretrained, target):
+    spec = make_spec(pretrained, {"target_modules": ["v_proj", target]})
+    with pytest.raises(
+        ValueError, match=rf"adapter\.target_modules: '{target}' is not a linear layer .* choose from q_proj, k_proj"
+    ):
+        add_adapter(build_model_on_meta(spec.model), spec.adapter, spec.seed)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_empty_model_gets_the_same_adapter_without_memory(pretrained, variant):
+    spec = make_spec(pretrained, VARIANTS[variant])
+    spec = spec.model_copy(update={"model": spec.model.model_copy(update={"dtype": "bfloat16"})})
+    models = [build_model(spec.model, spec.seed), build_model_on_meta(spec.model)]
+    for model in models:
+        add_adapter(model, spec.adapter, spec.seed)
+    shapes = [{name: (p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()} for model in models]
+    assert shapes[0] == shapes[1]
+    assert all(parameter.is_meta for parameter in models[1].parameters())
+
+
+def test_under_the_kernels_only_the_adapter_gets_gradients(pretrained):
+    spec = make_spec(pretrained)
+    model = build_model(spec.model, spec.seed)
+    add_adapter(model, spec.adapter, spec.seed)
+    assert "linear_cross_entropy" in prepare_for_training(model, spec.kernels, spec.training).counts
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert trained == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    groups = build_optimizer(model, spec).param_groups
+    assert sum(len(group["params"]) for group in groups) == len(trained)
+
+
+def test_the_warm_up_plans_the_step_with_the_adapter(pretrained):
+    with_adapter = make_spec(pretrained)
+    without = with_adapter.model_copy(update={"adapter": NoAdapter()})
+    # The gradients of the norms' weights are summed by a kernel of their own; here nobody asks for them.
+    assert kernels(without) - kernels(with_adapter) == {"add_rows_kernel"}
+    assert kernels(with_adapter) < kernels(without)
+    in_bf16 = with_adapter.model_copy(update={"model": with_adapter.model.model_copy(update={"dtype": "bfloat16"})})
+    without = without.model_copy(update={"model": in_bf16.model})
+    added = {"add_low_rank_kernel", "adapted_gate_fwd_kernel", "adapted_gate_bwd_kernel"}
+    assert kernels(in_bf16) - kernels(without) == added
+
+
+def kernels(spec):
+    return {item.name for item in plan_kernels(spec).specializations}
