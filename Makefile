@@ -19,7 +19,7 @@ FAST := tests/test_documents.py tests/images \
 	$(addprefix tests/runtime/,data report run_folder checkpoint/test_manifest.py metrics/test_mfu.py objectives/test_next_token.py \
 	optim/test_optimizer.py process/test_error_explanations.py process/test_signals.py)
 
-.PHONY: help setup finetune test test-fast e2e lint format lock docs docs-serve clean
+.PHONY: help setup finetune test test-fast test-gpu e2e lint format lock docs docs-serve clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,11 +39,16 @@ finetune: $(READY) ## Train, evaluate and export a small Llama on real text (no 
 	$(BIN)/pyflyte run workflows/finetune.py finetune
 
 # One more than the cores that they are counted on: many wait, for processes that they have started and ended.
+# Without a GPU, as in CI: what tests compare with is computed on the CPU in fp32.
 test: $(READY) ## Run the tests
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: $(READY) ## Run the quick tests: specs, data, checkpoints, kernels, documents; under two minutes
-	$(BIN)/python -m pytest -n 3 --dist loadfile $(FAST) $(ARGS)
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n 3 --dist loadfile $(FAST) $(ARGS)
+
+test-gpu: $(READY) ## Run the tests of kernels, and those of the runtime that need a GPU, on one NVIDIA GPU
+	$(BIN)/python -m pytest -n 4 tests/kernels $(ARGS)
+	$(BIN)/python -m pytest -n 4 tests/runtime -m gpu $(ARGS)
 
 e2e: $(READY) ## Run the tests that need a cluster; docs/testing.md
 	@for name in KUBECONFIG FLYTECTL_CONFIG STRATA_E2E_IMAGE; do \

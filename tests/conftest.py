@@ -36,6 +36,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The order within a file, and that of other files, is as it was."""
     place = {TESTS / f"{name}.py": number for number, name in enumerate(SLOW)}
     items.sort(key=lambda item: place.get(item.path, len(SLOW)))
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not _has_gpu():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def _has_gpu() -> bool:
+    # Tests of a GPU have imported torch; others spare it.
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def pytest_collectstart() -> None:

@@ -322,7 +322,7 @@ def test_presets_have_plans(name):
     }
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.gpu
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="baked for sm_90"
 )

@@ -286,7 +286,7 @@ def test_tiles_hold_every_routing(tokens, count) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_never_waits_for_the_gpu() -> None:
     index = torch.randint(0, 8, (300, 2), device="cuda")
     leaves = [x.requires_grad_() for x in inputs_of(300, 64, 32, 8, 2, torch.bfloat16, "cuda", bias=True)]

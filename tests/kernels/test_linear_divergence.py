@@ -18,7 +18,7 @@ from strata_kernels import (
 )
 from strata_kernels.ops.head import head_pass, memory
 from strata_kernels.ops.linear_divergence import row_divergences
-from tests.kernels.test_divergence import hold_loss, log_probs, plain, reduced
+from tests.kernels.test_divergence import compare, hold_loss, log_probs, plain, reduced
 
 # The interpreter's NumPy warns of lanes whose results are masked.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
@@ -51,18 +51,13 @@ class Problem:
 
 
 @pytest.fixture
-def compare_trained(within_bar: Callable[..., None]) -> Callable[..., None]:
+def compare_trained(within_bar: Callable[..., None], path: str) -> Callable[..., None]:
     """Results and gradients at the bar, for an incoming gradient of one, as a training step has it."""
 
     def run(ours: Callable[..., Tensor], torchs: Callable[..., Tensor], inputs: list[Tensor]) -> None:
-        results = []
-        for function, dtype in ((ours, None), (torchs, None), (torchs, torch.float64)):
-            leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs]
-            loss = function(*leaves)
-            results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+        losses, gradients = compare(ours, torchs, inputs, path)
         # In fp16 a gradient is divided by the number of rows after it is stored, for the sake of a loss scale.
         roundings = 2 if inputs[0].dtype == torch.float16 else 1
-        losses, *gradients = zip(*results, strict=True)
         hold_loss(*losses)
         for each in gradients:
             within_bar(*each, roundings)

@@ -184,7 +184,7 @@ def test_whoever_finds_no_memory_there_is_advice(error, monkeypatch, tmp_path):
     assert str(told.value).startswith(f"{error}\nThe GPU has 4.0 GiB, and by the model's shapes a process needs about ")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_on_a_gpu_the_first_advice_that_fits_does(output):
     """Of a share of the GPU's memory, so that a small model is too large."""
     share = 4 * GIB / torch.cuda.get_device_properties(0).total_memory

@@ -123,7 +123,7 @@ def test_a_model_that_steps_in_the_backward_pass_can_be_freed():
     assert left() is None
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("limit", [0.0, 0.1])
 def test_a_stream_of_its_own_changes_no_bit(monkeypatch, limit):
     def train():

@@ -28,7 +28,6 @@ from tasks.runtime.run_folder.metrics_file import read_points
 from tests.runtime.helpers.train_only import train_spec
 
 TYPES = ["adamw", "adamw_8bit"]
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICE = torch.device("cuda", 0)
 
 
@@ -322,7 +321,7 @@ def kind_at(pointer, runtime):
     return attributes.type.name.removeprefix("cudaMemoryType")
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32], ids=str)
 def test_on_a_gpu_memory_is_managed_and_the_allocator_does_not_count_it(dtype):
     gc.collect()
@@ -342,13 +341,13 @@ def test_on_a_gpu_memory_is_managed_and_the_allocator_does_not_count_it(dtype):
     assert torch.equal(tensor.cpu(), pinned.flip(1))
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_on_a_gpu_small_and_empty_tensors_are_ordinary():
     assert kind_of(managed_memory.zeros((1024,), torch.float32, DEVICE)) == "Device"
     assert managed_memory.zeros((0, 1 << 20), torch.float32, DEVICE).shape == (0, 1 << 20)
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_on_a_gpu_memory_is_freed_with_the_last_view():
     from cuda.bindings import runtime
 
@@ -362,7 +361,7 @@ def test_on_a_gpu_memory_is_freed_with_the_last_view():
     assert kind_at(pointer, runtime) != "Managed"
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("type", TYPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_on_a_gpu_steps_have_the_same_bits(type, dtype):
@@ -384,7 +383,7 @@ def test_on_a_gpu_steps_have_the_same_bits(type, dtype):
     assert allocated[1] < allocated[0] / 4
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("type", TYPES)
 @pytest.mark.parametrize("after", [True, False], ids=["paged", "ordinary"])
 @pytest.mark.parametrize("before", [True, False], ids=["paged", "ordinary"])
@@ -417,7 +416,7 @@ def test_on_a_gpu_state_comes_back_into_the_memory_that_is_asked_for(type, befor
     assert kinds == ({"Managed"} if after else {"Device"})
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("type", TYPES)
 def test_on_a_gpu_steps_in_the_backward_pass_make_managed_memory(type):
     """Their hooks run in a thread of PyTorch's."""

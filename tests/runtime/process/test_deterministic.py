@@ -49,7 +49,7 @@ def test_an_operation_that_cannot_repeat_ends_the_run_with_the_way_out(tmp_path)
     assert "set training.deterministic to false" in refused.value.__notes__[0]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_on_a_gpu_a_second_start_and_a_resume_have_the_same_bits(output):
     one, other = (make_spec(output, name) for name in ("one", "other"))
     assert all(train_spec(spec).status == "complete" for spec in (one, other))

@@ -17,7 +17,6 @@ from tests.runtime.helpers.comparable_runs import curve
 from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_only import train_spec
 
-on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 # The compiler looks at it, and hides the warning by means that do not hide errors.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
@@ -157,7 +156,7 @@ RUNS = {
 }
 
 
-@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "sections"), RUNS.items(), ids=RUNS)
 def test_on_a_gpu_losses_have_the_bits_of_a_run_without(output, kind, sections, caplog):
     if "adapter" in sections:
@@ -178,7 +177,7 @@ def test_on_a_gpu_losses_have_the_bits_of_a_run_without(output, kind, sections, 
     assert curve(with_graphs) == curve(without)
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_on_a_gpu_a_resumed_run_has_the_same_bits(output):
     spec = make_spec(output, "resumed", training={"deterministic": True})
     train_spec(spec)
@@ -187,7 +186,7 @@ def test_on_a_gpu_a_resumed_run_has_the_same_bits(output):
     assert curve(spec, 1) == whole[STEPS // 2 :]
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_on_a_gpu_the_weights_memory_may_be_replaced(output, monkeypatch):
     """Graphs read addresses: new memory needs new graphs."""
     spec = make_spec(output, "moved", training={"deterministic": True})
@@ -210,7 +209,7 @@ def test_on_a_gpu_the_weights_memory_may_be_replaced(output, monkeypatch):
     assert curve(other) == whole
 
 
-@on_gpu
+@pytest.mark.gpu
 def test_on_a_gpu_a_failed_capture_trains_without(output, monkeypatch, caplog):
     def fail(*arguments):
         raise RuntimeError("operation not permitted when stream is capturing")

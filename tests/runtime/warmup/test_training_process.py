@@ -66,7 +66,7 @@ def test_where_nothing_is_planned_nothing_is_loaded(tmp_path, processes):
     assert loading.metadata().to_dict() == {}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_first_launch_finds_its_module_loaded(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     spec, folder = RunSpec(output=str(tmp_path)), RunFolder(tmp_path)

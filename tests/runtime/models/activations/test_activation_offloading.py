@@ -11,7 +11,7 @@ from tasks.runtime.models.activations.activation_checkpointing import checkpoint
 from tasks.runtime.models.activations.activation_offloading import Offloading
 from tasks.runtime.models.build import build_model, patch
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 OFFLOADED = {"gradient_checkpointing": "full", "activation_offloading": True}
 
 
@@ -108,7 +108,7 @@ def test_without_inputs_to_offload_it_is_refused(training, way_out):
         RunSpec.model_validate({"training": training})
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_on_a_gpu_memory_does_not_grow_with_the_layers():
     def peak(**training):
         model, tokens = make_model("cuda", **training), batch("cuda", length=2048)

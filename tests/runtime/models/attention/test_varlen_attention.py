@@ -45,7 +45,6 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_l
 GPU = torch.device("cuda")
 # Of the compiler's own look.
 compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def batch_of(lengths):
@@ -67,17 +66,21 @@ def test_which_families_of_the_table_stay_under_masks():
     assert set(ROWS) <= FAMILIES
 
 
-def build_with_windows(family):
-    """A small model with a sliding window of 5 tokens, if the family tells attention of its windows."""
+def build_with_windows(family, **given):
+    """A small model with a sliding window of 5 tokens, if the family tells attention of its windows.
+
+    given: changes of the configuration, of those fields that it has.
+    """
     if family not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
     config = AutoConfig.for_model(family)
     changes = {"sliding_window": 5} if hasattr(config, "sliding_window") else {}
     if "sliding_attention" in (config.to_dict().get("layer_types") or ()):
         changes["layer_types"] = WINDOWS["layer_types"]
-    model = build_tiny(family, **changes)
+    given = {name: value for name, value in given.items() if hasattr(config, name)}
+    model = build_tiny(family, **changes, **given)
     if unsupported_reason(model.config) is not None:
-        model = build_tiny(family)
+        model = build_tiny(family, **given)
     use_no_cache(model)
     support_packed_rows(model)
     # Without dropout.
@@ -115,7 +118,7 @@ def test_dropout_of_attention_is_of_training(lengths):
     assert torch.equal(found[1], found[2]) and not torch.allclose(found[0], found[1], atol=1e-3)
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 16], ids=["whole", "window"])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
@@ -127,20 +130,24 @@ def test_on_a_gpu_it_is_as_exact_as_under_a_mask(heads, shared, size, of_values,
     longest = bounds["max_seqlen"].shape[0]
     documents = VarlenLayout(bounds["sequence_starts"].to(GPU), bounds["cu_seqlens"].to(GPU), (longest, longest))
     shapes = [(2, 37, *ends) for ends in ((heads, size), (shared, size), (shared, of_values), (heads, of_values))]
-    exact = [torch.randn(shape, device=GPU, dtype=torch.float64).transpose(1, 2) for shape in shapes]
-    exact += [torch.randn(heads, device=GPU, dtype=torch.float64)] * sinks
 
-    def found(dtype, dropout):
-        query, key, value, upstream, *scores = (x.to(torch.bfloat16).to(dtype).requires_grad_() for x in exact)
+    def found(given, dtype, dropout):
+        query, key, value, upstream, *scores = (x.to(torch.bfloat16).to(dtype).requires_grad_() for x in given)
         # Dropout of nearly nothing asks for the mask.
         attended = packed_attention(query, key, value, documents, None, window, dropout, *scores)
         return [attended.detach(), *torch.autograd.grad(attended, [query, key, value, *scores], upstream)]
 
-    true = found(torch.float64, 1e-30)
-    ours, masked = found(torch.bfloat16, 0.0), found(torch.bfloat16, 1e-30)
-    for mine, theirs, expected in zip(ours, masked, true, strict=True):
-        limit = 2 * (theirs - expected).norm() + 1e-6 * expected.norm()
-        assert (mine - expected).norm() <= limit
+    ways = [(torch.float64, 1e-30), (torch.bfloat16, 0.0), (torch.bfloat16, 1e-30)]
+    draws = []
+    # Of the few gradients of sinks, masks can have luck in one draw.
+    for seed in range(8):
+        torch.manual_seed(seed)
+        given = [torch.randn(shape, device=GPU, dtype=torch.float64).transpose(1, 2) for shape in shapes]
+        given += [torch.randn(heads, device=GPU, dtype=torch.float64)] * sinks
+        draws.append([found(given, *way) for way in ways])
+    for results in zip(*(zip(*draw, strict=True) for draw in draws), strict=True):
+        true, ours, masked = (torch.stack(each) for each in zip(*results, strict=True))
+        assert (ours - true).norm() <= 2 * (masked - true).norm() + 1e-6 * true.norm()
 
 
 @pytest.mark.parametrize(
@@ -331,11 +338,15 @@ def test_the_warm_up_plans_for_it(tmp_path):
     assert not launched[1] <= set(plan_kernels(masked).specializations)
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("family", sorted(FAMILIES - {"gemma2", "vaultgemma"}))
 def test_on_a_gpu_every_family_is_as_exact_as_under_masks(family):
     """The kernels, and what a family gives them in bfloat16."""
-    model, batch = build_with_windows(family).to(GPU).bfloat16(), batch_of(LENGTHS["several"])
+    torch.manual_seed(0)
+    # Every token goes to all experts, two of Jamba's and four of others: rounding would make a router choose others.
+    chosen = dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), 4)
+    model = build_with_windows(family, **({} if family == "jamba" else chosen))
+    model, batch = model.to(GPU).bfloat16(), batch_of(LENGTHS["several"])
     bounds = {name: x.to(GPU) for name, x in add_cu_seqlens(batch).items()}
     batch = {name: x.to(GPU) for name, x in batch.items()}
     in_fp64 = copy.deepcopy(model).double()
@@ -352,7 +363,7 @@ def test_on_a_gpu_every_family_is_as_exact_as_under_masks(family):
     assert distance(ours) <= 2 * distance(masked) + 1e-3 * torch.stack([x.norm() for x in exact]).norm()
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_on_a_gpu_a_run_goes_by_document_and_its_kernels_are_warm(output, monkeypatch):
     spec = make_spec(output, "warm", model={"dtype": "bfloat16"})
     assert uses_varlen(spec.model, spec.parallel, load_config(spec.model), GPU)
