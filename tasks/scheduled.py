@@ -24,7 +24,7 @@ from flytekit.types.error import FlyteError
 from flytekit.types.file import FlyteFile
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.fields import LONGEST_NAME
+from strata_platform.spec.sections.fields import LONGEST_NAME
 from tasks.paths import fetched
 from tasks.resources import CONTROL_TASK
 from tasks.runtime.process.log import configure_logging

@@ -10,8 +10,8 @@ import click
 from pydantic import BaseModel
 
 from strata_platform.spec import RunSpec, load_spec
-from strata_platform.spec.load import SPEC_SUFFIXES, read_values
-from strata_platform.spec.overrides import OPTION
+from strata_platform.spec.reading.load import SPEC_SUFFIXES, read_values
+from strata_platform.spec.reading.overrides import OPTION
 from strata_platform.spec.stages import Stages, load_stages
 
 _OVERRIDES = f"{__name__}.overrides"

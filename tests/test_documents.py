@@ -18,8 +18,8 @@ from strata_platform import cli_docs
 from strata_platform.chart.values import ChartValues
 from strata_platform.cli import app
 from strata_platform.spec import RunSpec, support_matrix
-from strata_platform.spec.compose import INCLUDE
 from strata_platform.spec.grid import Grid
+from strata_platform.spec.reading.compose import INCLUDE
 from tools import mkdocs_hooks, prose
 
 ROOT = Path(__file__).parent.parent

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flytekit import workflow
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.objectives import Pretrain
+from strata_platform.spec.sections.objectives import Pretrain
 from tasks.finish import Exported
 from workflows.finetune import finetune
 

@@ -92,8 +92,8 @@ def spec(
 
 def _read_with_files(file: Path, overrides: list[str] | None, backend: BackendName) -> RunSpec:
     """The spec in a file, and a check of the files that it names. Pods of a cluster may have files of their own."""
-    from strata_platform.spec.load import load_argument_with_places
     from strata_platform.spec.local_files import missing_local_files
+    from strata_platform.spec.reading.load import load_argument_with_places
 
     try:
         checked, source, places = load_argument_with_places(file, overrides or ())
@@ -273,7 +273,7 @@ def verify(
 
     Exit code 1 if a check fails, 68 if the Hugging Face Hub cannot be reached.
     """
-    from strata_platform.spec.overrides import OPTION
+    from strata_platform.spec.reading.overrides import OPTION
 
     if importlib.util.find_spec("tasks") is None:
         typer.echo("error: the training runtime is not installed beside this command; install strata, whole", err=True)
@@ -346,7 +346,7 @@ def _warn(message: str) -> None:
 
 def _read(file: Path | str, overrides: list[str] | None) -> RunSpec:
     """The spec in a file, on standard input, or in a text."""
-    from strata_platform.spec.load import load_spec, load_spec_argument
+    from strata_platform.spec.reading.load import load_spec, load_spec_argument
 
     try:
         return (load_spec if isinstance(file, str) else load_spec_argument)(file, overrides or ())

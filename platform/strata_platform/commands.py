@@ -81,8 +81,8 @@ def submit(
     """Start a run, or continue one that was stopped. The run outlives this command."""
     if image is not None and version is not None:
         raise typer.BadParameter("--image registers a version of its own; leave --version out")
-    from strata_platform.spec.load import load_argument_with_places
     from strata_platform.spec.local_files import missing_local_files
+    from strata_platform.spec.reading.load import load_argument_with_places
 
     with errors():
         client = connect(backend, image=image, version=version, poll=poll)

@@ -22,7 +22,7 @@ from strata_platform.file_io import write_atomic
 from strata_platform.outcomes import BAD_INPUT, PREEMPTED, UNREACHABLE, Outcome
 from strata_platform.redact import redacted
 from strata_platform.spec import RunSpec, load_spec
-from strata_platform.spec.objectives import Distill
+from strata_platform.spec.sections.objectives import Distill
 from tasks.runtime.process.log import configure_logging
 
 if TYPE_CHECKING:

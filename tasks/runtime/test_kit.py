@@ -22,9 +22,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from strata_kernels import patch_model
 from strata_platform.runs import MetricPoint
 from strata_platform.spec import RunSpec
-from strata_platform.spec.data import Data
-from strata_platform.spec.objectives import Custom as CustomSettings
 from strata_platform.spec.run_spec import Callback as CallbackSettings
+from strata_platform.spec.sections.data import Data
+from strata_platform.spec.sections.objectives import Custom as CustomSettings
 from tasks.runtime.data import prepare, recipe_of
 from tasks.runtime.data.dataset import IGNORE_INDEX, Batch
 from tasks.runtime.data.formats.own_format import is_own_chat, own_columns, own_messages, own_segments

@@ -19,7 +19,7 @@ from typing import Any
 
 from strata_platform.file_io import folder_digest, write_atomic
 from strata_platform.spec import RunSpec
-from strata_platform.spec.model import PRESETS
+from strata_platform.spec.sections.model import PRESETS
 from tasks.runtime.preflight import run_checks
 
 log = logging.getLogger(__name__)

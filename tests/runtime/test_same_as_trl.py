@@ -14,8 +14,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from strata_platform.spec import DataRecipe, RunSpec
-from strata_platform.spec.objectives import Distill, DpoLoss
-from strata_platform.spec.training import Schedule
+from strata_platform.spec.sections.objectives import Distill, DpoLoss
+from strata_platform.spec.sections.training import Schedule
 from tasks.runtime.data import collate, fingerprint, prepare
 from tasks.runtime.models.pretrained import load_pretrained
 from tasks.runtime.objectives import build_objective

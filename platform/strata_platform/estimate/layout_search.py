@@ -11,8 +11,8 @@ from strata_platform.estimate.gpus import USABLE, Gpu
 from strata_platform.estimate.run_estimate import Estimate, estimate
 from strata_platform.estimate.shapes import ModelShape
 from strata_platform.spec import RunSpec
-from strata_platform.spec.parallel import GROUPS
 from strata_platform.spec.run_spec import Parallel
+from strata_platform.spec.sections.parallel import GROUPS
 
 # GPUs of one node, and GPU counts to try.
 _NODE = 8

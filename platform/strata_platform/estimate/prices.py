@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 from strata_platform.chart.value_fields import Values
 from strata_platform.errors import Problem, SpecError
 from strata_platform.estimate.gpus import GPUS
-from strata_platform.spec.load import parse_values, read_values
+from strata_platform.spec.reading.load import parse_values, read_values
 
 CONFIG_MAP, KEY = "strata-prices", "prices.yaml"
 """Config map and key of the table, in the namespace of each tenant."""

@@ -11,8 +11,8 @@ from strata_platform.estimate.prices import Price
 from strata_platform.estimate.remedies import Proposal, changed_fields
 from strata_platform.estimate.run_estimate import Estimate
 from strata_platform.spec import RunSpec
-from strata_platform.spec.parallel import GROUPS
 from strata_platform.spec.run_spec import Adapter
+from strata_platform.spec.sections.parallel import GROUPS
 
 _GIB = 2**30
 

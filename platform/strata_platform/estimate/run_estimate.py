@@ -11,8 +11,8 @@ from strata_platform.estimate.shapes import ModelShape
 from strata_platform.estimate.speed import Time, model_flops, time_of
 from strata_platform.estimate.workload import Workload, with_head_of
 from strata_platform.spec import RunSpec
-from strata_platform.spec.model import SCORE, Lora
-from strata_platform.spec.objectives import WITH_REFERENCE, generates
+from strata_platform.spec.sections.model import SCORE, Lora
+from strata_platform.spec.sections.objectives import WITH_REFERENCE, generates
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from strata_platform.context_parallel import exchanges_heads, undivided_heads
 from strata_platform.errors import Problem, SpecError
 from strata_platform.estimate.shapes import ModelShape
 from strata_platform.spec import RunSpec
-from strata_platform.spec.model import Lora, Model
-from strata_platform.spec.parallel import Ddp, Fsdp, Single
-from strata_platform.spec.training import Optimizer, Training
+from strata_platform.spec.sections.model import Lora, Model
+from strata_platform.spec.sections.parallel import Ddp, Fsdp, Single
+from strata_platform.spec.sections.training import Optimizer, Training
 
 # Operators of the kernel layer that fuse the MLP's activation with the projection after it.
 _ACTIVATIONS = frozenset({"swiglu", "geglu", "relu_squared", "gelu", "silu"})

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from strata_platform.errors import Place, Problem, SpecError
 from strata_platform.file_io import require_regular_file
-from strata_platform.spec.data import DATA_SUFFIXES, Data, Reading, is_template_file
 from strata_platform.spec.describe import closest_match, format_value
-from strata_platform.spec.objectives import Distill, Grpo
 from strata_platform.spec.run_spec import RunSpec
+from strata_platform.spec.sections.data import DATA_SUFFIXES, Data, Reading, is_template_file
+from strata_platform.spec.sections.objectives import Distill, Grpo
 from strata_platform.spec.stages import stage_problems
 
 _PATH_BEGINNINGS = ("/", "./", "../", "~")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from strata_platform.spec.data import Data, TrainOn
-from strata_platform.spec.fields import Flag, Section
-from strata_platform.spec.model import PRESETS
-from strata_platform.spec.objectives import PAIRED, Custom, Distill, Grpo
 from strata_platform.spec.run_spec import Objective, RunSpec
+from strata_platform.spec.sections.data import Data, TrainOn
+from strata_platform.spec.sections.fields import Flag, Section
+from strata_platform.spec.sections.model import PRESETS
+from strata_platform.spec.sections.objectives import PAIRED, Custom, Distill, Grpo
 
 
 class DataRecipe(Section):

@@ -11,12 +11,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_validator
 
-from strata_platform.spec.contradictions import contradictions
-from strata_platform.spec.data import Data
 from strata_platform.spec.describe import Allowed
-from strata_platform.spec.export import Export
-from strata_platform.spec.faults import Faults
-from strata_platform.spec.fields import (
+from strata_platform.spec.problems import check
+from strata_platform.spec.rules.contradictions import contradictions
+from strata_platform.spec.sections.data import Data
+from strata_platform.spec.sections.export import Export
+from strata_platform.spec.sections.faults import Faults
+from strata_platform.spec.sections.fields import (
     Arguments,
     Count,
     Flag,
@@ -32,9 +33,9 @@ from strata_platform.spec.fields import (
     Text,
     number,
 )
-from strata_platform.spec.kernels import Kernels
-from strata_platform.spec.model import PRESETS, SCORE, Head, Lora, Model, NoAdapter
-from strata_platform.spec.objectives import (
+from strata_platform.spec.sections.kernels import Kernels
+from strata_platform.spec.sections.model import PRESETS, SCORE, Head, Lora, Model, NoAdapter
+from strata_platform.spec.sections.objectives import (
     PREFERENCES,
     PROMPTED,
     Cpo,
@@ -50,9 +51,8 @@ from strata_platform.spec.objectives import (
     Simpo,
     generates,
 )
-from strata_platform.spec.parallel import Ddp, Deepspeed, Fsdp, Single
-from strata_platform.spec.problems import check
-from strata_platform.spec.training import Optimizer, Schedule, Training
+from strata_platform.spec.sections.parallel import Ddp, Deepspeed, Fsdp, Single
+from strata_platform.spec.sections.training import Optimizer, Schedule, Training
 
 
 class Callback(Section):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from strata_platform.spec.compose import INCLUDE
 from strata_platform.spec.describe import sections
+from strata_platform.spec.reading.compose import INCLUDE
 from strata_platform.spec.run_spec import RunSpec
 
 

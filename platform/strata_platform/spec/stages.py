@@ -10,9 +10,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from strata_platform.errors import Problem, SpecError
-from strata_platform.spec.load import load_spec, read_values
-from strata_platform.spec.objectives import Grpo
+from strata_platform.spec.reading.load import load_spec, read_values
 from strata_platform.spec.run_spec import Objective, RunSpec
+from strata_platform.spec.sections.objectives import Grpo
 
 MODEL_OF = "run:"
 """Begins the name of a model that a stage before has trained: `run:sft` is that of the stage named `sft`."""

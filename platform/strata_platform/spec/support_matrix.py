@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from strata_platform.errors import SpecError
-from strata_platform.spec.objectives import PREFERENCES
 from strata_platform.spec.run_spec import RunSpec
+from strata_platform.spec.sections.objectives import PREFERENCES
 
 Settings = Mapping[str, Mapping[str, Any]]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch.utils.data import Subset
 
 from strata_platform.spec import DataRecipe
-from strata_platform.spec.data import Data
+from strata_platform.spec.sections.data import Data
 from tasks.runtime.data.dataset import PreparedData, Row, RowDataset
 from tasks.runtime.data.growing_data import fetch_manifest, open_source
 from tasks.runtime.data.preparation.document_buffer import SHARD_TOKENS

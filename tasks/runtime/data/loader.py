@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.objectives import Grpo, generates
+from strata_platform.spec.sections.objectives import Grpo, generates
 from tasks.runtime.data.context_shards import shard_collate
 from tasks.runtime.data.dataset import Batch, PreparedData, Row
 from tasks.runtime.data.mixture import RowOrder

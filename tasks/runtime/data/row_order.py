@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from strata_platform.spec.data import Data
+from strata_platform.spec.sections.data import Data
 from tasks.runtime.data.dataset import RowDataset
 from tasks.runtime.data.mixture import MixedRows, RowOrder, draw_of
 from tasks.runtime.data.prepared_manifest import Manifest

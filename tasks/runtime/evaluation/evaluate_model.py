@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.objectives import Grpo
+from strata_platform.spec.sections.objectives import Grpo
 from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data import Sample as Prompt
 from tasks.runtime.data.dataset import TOKENIZER

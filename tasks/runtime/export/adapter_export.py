@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.model import Lora
+from strata_platform.spec.sections.model import Lora
 from tasks.runtime.export.check_folder import difference, expected_of, tolerance_of
 from tasks.runtime.models.adapters.adapter_folder import write_adapter
 from tasks.runtime.models.build import build_model

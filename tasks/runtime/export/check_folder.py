@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from strata_platform.spec.model import Model
+from strata_platform.spec.sections.model import Model
 from tasks.runtime.data.media.media_processor import saved_processor
 from tasks.runtime.export.gguf_families import FAMILIES
 from tasks.runtime.export.quantized_folder import read_quantized

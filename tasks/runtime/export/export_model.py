@@ -16,7 +16,7 @@ from transformers.utils import cached_file
 
 from strata_platform.redact import redacted
 from strata_platform.spec import RunSpec, dump_spec
-from strata_platform.spec.model import Lora, Model
+from strata_platform.spec.sections.model import Lora, Model
 from tasks.runtime.data import PreparedData
 from tasks.runtime.export.adapter_export import export_adapter
 from tasks.runtime.export.check_folder import expected_of, media_results, verify

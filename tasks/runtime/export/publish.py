@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from strata_platform.spec.export import Export
+from strata_platform.spec.sections.export import Export
 from tasks.runtime.data.preparation.tokenizer_files import TOKENIZER_FILES
 from tasks.runtime.process.object_store_url import open_url
 

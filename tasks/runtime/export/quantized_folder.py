@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel
 
-from strata_platform.spec.export import Format
+from strata_platform.spec.sections.export import Format
 from tasks.runtime.models.pretrained import load_pretrained
 
 # Schemes of compressed-tensors: weights of float8_e4m3 with a scale for each output, and inputs of float8 with one for

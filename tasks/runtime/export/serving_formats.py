@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from strata_platform.spec.data import Data
-from strata_platform.spec.export import Export, Format
-from strata_platform.spec.model import PRESETS, Lora, Model
 from strata_platform.spec.run_spec import Adapter
+from strata_platform.spec.sections.data import Data
+from strata_platform.spec.sections.export import Export, Format
+from strata_platform.spec.sections.model import PRESETS, Lora, Model
 from tasks.runtime.data.chat.template_source import templates_to_save
 from tasks.runtime.data.preparation.tokenizer import read_tokenizer
 from tasks.runtime.export.check_folder import verify

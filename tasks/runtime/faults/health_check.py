@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from strata_platform.outcomes import UNHEALTHY, RunError
-from strata_platform.spec.faults import Faults
+from strata_platform.spec.sections.faults import Faults
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.process.watchdog import Watchdog
 from tasks.runtime.run_folder.folder import RunFolder

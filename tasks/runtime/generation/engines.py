@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.objectives import Distill, Grpo, generates
 from strata_platform.spec.run_spec import Objective
+from strata_platform.spec.sections.objectives import Distill, Grpo, generates
 from tasks.runtime.data import PreparedData
 from tasks.runtime.generation.embedded import EmbeddedGenerator
 from tasks.runtime.generation.generator import Generator

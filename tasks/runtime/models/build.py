@@ -20,9 +20,9 @@ from transformers import (
 
 from strata_kernels import PatchReport, patch_model
 from strata_kernels.patch.structure import unwrap
-from strata_platform.spec.kernels import Kernels
-from strata_platform.spec.model import Model
-from strata_platform.spec.training import Training
+from strata_platform.spec.sections.kernels import Kernels
+from strata_platform.spec.sections.model import Model
+from strata_platform.spec.sections.training import Training
 from tasks.runtime.checkpoint.state import model_tensors, set_dtypes
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.data import PreparedData

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig
 
 from strata_platform.model_config import require_sizes
-from strata_platform.spec.model import Model
 from strata_platform.spec.run_spec import Parallel
+from strata_platform.spec.sections.model import Model
 from tasks.runtime.data.preparation.tokenizer import read_tokenizer, with_added_tokens
 from tasks.runtime.models.attention.attention_choice import choose_attention, missing_sdpa, unsupported_attention
 from tasks.runtime.models.custom_code import register_custom_code

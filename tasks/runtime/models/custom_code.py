@@ -18,7 +18,7 @@ from transformers.models.auto.auto_factory import add_generation_mixin_to_remote
 from transformers.utils import cached_file
 
 from strata_platform.file_io import folder_digest
-from strata_platform.spec.model import Model
+from strata_platform.spec.sections.model import Model
 from tasks.runtime.models.pretrained import readable
 
 log = logging.getLogger(__name__)

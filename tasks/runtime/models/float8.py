@@ -26,8 +26,8 @@ from strata_kernels.ops.float8.cast import ALIGNMENT
 from strata_kernels.ops.float8.largest import finding_largest
 from strata_kernels.ops.float8.linear import Scaling, float8_linear, float8_stored_linear, quantize_weight
 from strata_platform.spec import RunSpec
-from strata_platform.spec.model import SCORE, Model
-from strata_platform.spec.training import Training
+from strata_platform.spec.sections.model import SCORE, Model
+from strata_platform.spec.sections.training import Training
 from tasks.runtime.models.build import build_model_on_meta
 from tasks.runtime.models.media.multimodal import is_multimodal
 from tasks.runtime.models.score_head import scores

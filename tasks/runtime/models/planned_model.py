@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 
 from strata_kernels.patch.structure import unwrap
-from strata_platform.spec.kernels import Kernels
-from strata_platform.spec.model import Model
+from strata_platform.spec.sections.kernels import Kernels
+from strata_platform.spec.sections.model import Model
 from tasks.runtime.models.build import build_model_on_meta, freeze_by_name, has_fused_loss, patch, require_shared_loss
 from tasks.runtime.models.config import load_config
 from tasks.runtime.models.pretrained import readable

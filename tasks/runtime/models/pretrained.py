@@ -17,9 +17,9 @@ from transformers import AutoConfig, PreTrainedModel
 
 from strata_platform.file_io import require_regular_files
 from strata_platform.model_config import read_config_file
-from strata_platform.spec.model import SCORE, Model
-from strata_platform.spec.objectives import Distill, Grpo
 from strata_platform.spec.run_spec import Objective
+from strata_platform.spec.sections.model import SCORE, Model
+from strata_platform.spec.sections.objectives import Distill, Grpo
 from tasks.runtime.models.media.multimodal import AUDIO_FAMILIES
 from tasks.runtime.models.score_head import class_of, initialize, options_of
 from tasks.runtime.process.errors import Unreachable

@@ -15,7 +15,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from strata_platform.spec.model import SCORE, Model
+from strata_platform.spec.sections.model import SCORE, Model
 from tasks.runtime.models.media.multimodal import auto_class, is_multimodal
 
 _CLASS = "ForSequenceClassification"

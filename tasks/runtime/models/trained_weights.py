@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from strata_kernels import join_weight
 from strata_platform.spec import RunSpec
-from strata_platform.spec.model import Lora
 from strata_platform.spec.run_spec import Adapter
+from strata_platform.spec.sections.model import Lora
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.state import load_model, read_model_tensors
 from tasks.runtime.checkpoint.storage import Index

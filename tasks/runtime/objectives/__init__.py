@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec import objectives as settings
+from strata_platform.spec.sections import objectives as settings
 from tasks.runtime.data import PreparedData
 from tasks.runtime.generation import Generator
 from tasks.runtime.models.config import has_router_loss

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from strata_kernels.preference import cpo_losses
-from strata_platform.spec.objectives import Cpo as Settings
+from strata_platform.spec.sections.objectives import Cpo as Settings
 from tasks.runtime.objectives.pairs import PairObjective, Pairs
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.objectives import Custom as Settings
 from strata_platform.spec.run_spec import Objective
+from strata_platform.spec.sections.objectives import Custom as Settings
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import IGNORE_INDEX, Batch
 from tasks.runtime.extensions import BatchObjective, LossSums, ObjectiveBatch, TokenObjective

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.objectives import Distill as Settings
+from strata_platform.spec.sections.objectives import Distill as Settings
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import Batch
 from tasks.runtime.data.top_columns import TOP_COLUMNS

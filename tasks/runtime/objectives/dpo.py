@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from strata_kernels.preference import dpo_losses
 from strata_platform.spec import RunSpec
-from strata_platform.spec.objectives import Dpo as Settings
 from strata_platform.spec.run_spec import Adapter
+from strata_platform.spec.sections.objectives import Dpo as Settings
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import Batch
 from tasks.runtime.models.adapters.lora import without_adapter

@@ -21,7 +21,7 @@ from strata_kernels.policy import policy_losses, policy_weights, truncated_impor
 from strata_kernels.preference import sequence_sums
 from strata_kernels.row_buckets import row_bucket
 from strata_platform.spec import RunSpec
-from strata_platform.spec.objectives import Grpo as Settings
+from strata_platform.spec.sections.objectives import Grpo as Settings
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import Batch
 from tasks.runtime.data.prompts import AnswerRows, Prompt, prompts_of, replacement_of

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.objectives import Grpo as Settings
+from strata_platform.spec.sections.objectives import Grpo as Settings
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import IGNORE_INDEX, Batch
 from tasks.runtime.data.prompts import prompts_of

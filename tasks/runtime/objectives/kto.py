@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from strata_kernels.preference import kto_losses
 from strata_kernels.row_buckets import row_bucket
 from strata_platform.spec import RunSpec
-from strata_platform.spec.objectives import Kto as Settings
 from strata_platform.spec.run_spec import Adapter
+from strata_platform.spec.sections.objectives import Kto as Settings
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import MISMATCHED, Batch
 from tasks.runtime.models.adapters.lora import without_adapter

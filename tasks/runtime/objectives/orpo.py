@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from strata_kernels.preference import orpo_losses
-from strata_platform.spec.objectives import Orpo as Settings
+from strata_platform.spec.sections.objectives import Orpo as Settings
 from tasks.runtime.objectives.pairs import PairObjective, Pairs
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strata_platform.spec.objectives import Distill as Settings
+from strata_platform.spec.sections.objectives import Distill as Settings
 from tasks.runtime.data.dataset import IGNORE_INDEX, Batch, Row
 from tasks.runtime.data.prompts import ANSWER
 from tasks.runtime.generation import Request, Sample, Sampling

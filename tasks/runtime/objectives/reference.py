@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.model import Lora
 from strata_platform.spec.run_spec import Adapter
+from strata_platform.spec.sections.model import Lora
 from tasks.runtime.data import PreparedData, ReferenceLogProbs, RowDataset, collator
 from tasks.runtime.data.dataset import Batch, Row
 from tasks.runtime.models.config import compute_dtype

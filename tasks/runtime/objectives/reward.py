@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from strata_platform.spec.objectives import Reward as Settings
+from strata_platform.spec.sections.objectives import Reward as Settings
 from tasks.runtime.data.dataset import Batch
 from tasks.runtime.objectives.answers import sum_by_answer
 from tasks.runtime.objectives.objective import MicroBatchLoss, model_inputs

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from strata_platform.spec.objectives import Generation
-from strata_platform.spec.objectives import Grpo as Settings
+from strata_platform.spec.sections.objectives import Generation
+from strata_platform.spec.sections.objectives import Grpo as Settings
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.prompts import Prompt
 from tasks.runtime.generation import Generator, Request, Sample, Sampling

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from strata_kernels.policy import group_advantages, known_deviation
-from strata_platform.spec.objectives import Grpo as Settings
+from strata_platform.spec.sections.objectives import Grpo as Settings
 from tasks.runtime.data.dataset import IGNORE_INDEX, Row
 from tasks.runtime.data.prompts import Prompt
 from tasks.runtime.generation import Sample

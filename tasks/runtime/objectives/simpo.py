@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from strata_kernels.preference import simpo_losses
-from strata_platform.spec.objectives import Simpo as Settings
+from strata_platform.spec.sections.objectives import Simpo as Settings
 from tasks.runtime.objectives.pairs import PairObjective, Pairs
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 from strata_kernels import linear_cross_entropy, linear_distillation, linear_jsd, linear_topk_kl_div
-from strata_platform.spec.objectives import Distill as Settings
+from strata_platform.spec.sections.objectives import Distill as Settings
 from tasks.runtime.data.dataset import IGNORE_INDEX
 from tasks.runtime.objectives.head_sums import Head, head_sums
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.model import Model
-from strata_platform.spec.objectives import Distill as Settings
 from strata_platform.spec.run_spec import Objective, Parallel
+from strata_platform.spec.sections.model import Model
+from strata_platform.spec.sections.objectives import Distill as Settings
 from tasks.runtime.checkpoint.state import dtypes_of, model_tensors, set_dtypes
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import Batch

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from strata_kernels import PatchReport
 from strata_platform.spec import RunSpec
-from strata_platform.spec.objectives import LABELLED, PAIRED
+from strata_platform.spec.sections.objectives import LABELLED, PAIRED
 from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data.dataset import Batch, Row
 from tasks.runtime.models.adapters.fused_adapters import fuse_adapters

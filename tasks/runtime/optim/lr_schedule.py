@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from strata_platform.spec.training import Schedule
+from strata_platform.spec.sections.training import Schedule
 
 
 def learning_rate_factor(schedule: Schedule, steps: int) -> Callable[[int], float]:

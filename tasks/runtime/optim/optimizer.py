@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.model import Lora
-from strata_platform.spec.training import Optimizer, ParameterGroup
+from strata_platform.spec.sections.model import Lora
+from strata_platform.spec.sections.training import Optimizer, ParameterGroup
 from tasks.runtime.optim.adamw import ExactAdamW, PagedAdamW
 from tasks.runtime.optim.adamw_8bit import BLOCK, AdamW8bit, has_eight_bits
 from tasks.runtime.optim.chained import ChainedOptimizer

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from strata_kernels import Rounding, Shard
-from strata_platform.spec.training import Optimizer
+from strata_platform.spec.sections.training import Optimizer
 from tasks.runtime.optim.state_tensors import REMAINDER, new_state_tensor
 
 ROUNDINGS: dict[str, Rounding] = {

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils import is_kernels_available
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec import parallel as settings
+from strata_platform.spec.sections import parallel as settings
 from tasks.runtime.models.config import compute_dtype, model_dtype
 from tasks.runtime.parallel.ddp import Ddp
 from tasks.runtime.parallel.deepspeed import Deepspeed

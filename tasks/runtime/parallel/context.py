@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from strata_platform.context_parallel import exchanges_heads, undivided_heads
-from strata_platform.spec.model import Model
-from strata_platform.spec.parallel import Fsdp
 from strata_platform.spec.run_spec import Parallel
+from strata_platform.spec.sections.model import Model
+from strata_platform.spec.sections.parallel import Fsdp
 from tasks.runtime.data.context_shards import context_chunks
 from tasks.runtime.models.attention.attention_choice import choose_attention
 from tasks.runtime.models.attention.varlen_attention import VarlenLayout, packed_attention, unsupported_reason

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from strata_platform.spec.parallel import Ddp as Settings
+from strata_platform.spec.sections.parallel import Ddp as Settings
 from tasks.runtime.models.build import move_to_device
 from tasks.runtime.models.media.multimodal import beyond_text
 from tasks.runtime.parallel.base import BaseStrategy

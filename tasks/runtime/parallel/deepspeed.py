@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.parallel import Deepspeed as Settings
+from strata_platform.spec.sections.parallel import Deepspeed as Settings
 from tasks.runtime.checkpoint.flat_shard import FlatShard, register_flat_shard, shard_of
 from tasks.runtime.checkpoint.state import MASTER
 from tasks.runtime.models.build import is_on_meta, materialize, move_to_device

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.parallel import Fsdp as Settings
+from strata_platform.spec.sections.parallel import Fsdp as Settings
 from tasks.runtime.checkpoint.state import MODEL, model_tensors
 from tasks.runtime.models.activations.activation_checkpointing import transformer_layers
 from tasks.runtime.models.adapters.quantization import PackedLayers, quantize_weight, set_packed_shapes

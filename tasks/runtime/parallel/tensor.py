@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PretrainedConfig, PreTrainedModel
 
-from strata_platform.spec.model import Model
 from strata_platform.spec.run_spec import Parallel
+from strata_platform.spec.sections.model import Model
 from tasks.runtime.models.config import load_config
 from tasks.runtime.parallel.collectives import CopyToGroup, Group
 from tasks.runtime.parallel.parallel_linear import (

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from strata_platform.spec.objectives import RewardTerm
+from strata_platform.spec.sections.objectives import RewardTerm
 from tasks.runtime.rewards.process_tree import end_group
 from tasks.runtime.rewards.reward_process import GIVEN, is_shipped
 

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from strata_platform.spec.objectives import RewardTerm
+from strata_platform.spec.sections.objectives import RewardTerm
 from tasks.runtime.models.pretrained import load_pretrained
 from tasks.runtime.rewards.reward_function import Answers
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from strata_platform.spec.objectives import RewardTerm
 from strata_platform.spec.run_spec import Objective
+from strata_platform.spec.sections.objectives import RewardTerm
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.prompts import known_of
 from tasks.runtime.rewards.functions import ColumnError, tests_of

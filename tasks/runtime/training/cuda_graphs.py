@@ -24,8 +24,8 @@ from torch.nn.functional import pad
 
 from strata_kernels.ops.recompute import recomputing
 from strata_platform.spec import RunSpec
-from strata_platform.spec.cuda_graph_rules import cuda_graph_rules
-from strata_platform.spec.training import Training
+from strata_platform.spec.rules.cuda_graph_rules import cuda_graph_rules
+from strata_platform.spec.sections.training import Training
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import Batch
 from tasks.runtime.models.attention.recurrent_layers import recurrent_layers

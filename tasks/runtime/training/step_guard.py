@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strata_platform.runs import MetricPoint
-from strata_platform.spec.faults import Faults
+from strata_platform.spec.sections.faults import Faults
 from tasks.runtime.data.loader import DataSkip
 from tasks.runtime.process.ranks import Processes
 

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from strata_platform.runs import Stage
 from strata_platform.spec import RunSpec
-from strata_platform.spec.model import Lora
-from strata_platform.spec.objectives import Grpo, generates
+from strata_platform.spec.sections.model import Lora
+from strata_platform.spec.sections.objectives import Grpo, generates
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.state import dtypes_of, load_model, load_optimizer, load_random_states, set_dtypes
 from tasks.runtime.checkpoint.storage import Index

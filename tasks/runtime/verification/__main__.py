@@ -13,7 +13,7 @@ from strata_platform.errors import SpecError
 from strata_platform.outcomes import BAD_INPUT, PREEMPTED, UNREACHABLE
 from strata_platform.redact import redacted
 from strata_platform.spec import RunSpec
-from strata_platform.spec.load import load_spec_argument
+from strata_platform.spec.reading.load import load_spec_argument
 
 EXIT_FAILED = 1
 

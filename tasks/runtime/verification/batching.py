@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.parallel import GROUPS
+from strata_platform.spec.sections.parallel import GROUPS
 from tasks.runtime.data.row_order import ShuffledRows
 from tasks.runtime.verification.exact import error, scale
 from tasks.runtime.verification.finding import Measured

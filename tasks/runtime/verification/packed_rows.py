@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from strata_platform.spec.objectives import PAIRED
+from strata_platform.spec.sections.objectives import PAIRED
 from tasks.runtime.data.dataset import IGNORE_INDEX, Batch, Row, document_of
 from tasks.runtime.objectives.objective import next_labels
 from tasks.runtime.objectives.token_losses import token_losses

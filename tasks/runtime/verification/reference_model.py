@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 from transformers import PreTrainedModel
 
-from strata_platform.spec.objectives import WITH_REFERENCE
-from strata_platform.spec.objectives import Distill as DistillSettings
-from strata_platform.spec.objectives import Dpo as DpoSettings
-from strata_platform.spec.objectives import Kto as KtoSettings
+from strata_platform.spec.sections.objectives import WITH_REFERENCE
+from strata_platform.spec.sections.objectives import Distill as DistillSettings
+from strata_platform.spec.sections.objectives import Dpo as DpoSettings
+from strata_platform.spec.sections.objectives import Kto as KtoSettings
 from tasks.runtime.data.dataset import IGNORE_INDEX, Batch, Row
 from tasks.runtime.models.build import build_model
 from tasks.runtime.models.pretrained import load_pretrained

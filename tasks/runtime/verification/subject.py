@@ -21,7 +21,7 @@ import torch
 from transformers import PretrainedConfig
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.objectives import Distill
+from strata_platform.spec.sections.objectives import Distill
 from tasks.runtime.data import PreparedData, prepare, recipe_of
 from tasks.runtime.data.preparation.tokenizer import read_tokenizer
 from tasks.runtime.models.config import PRESETS, compute_dtype, load_config, model_dtype

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec import DataRecipe
-from strata_platform.spec.data import Data
+from strata_platform.spec.sections.data import Data
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.chat.messages import learned_messages
 from tasks.runtime.data.chat.row_chats import chats_of

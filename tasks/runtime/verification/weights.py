@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from strata_platform.spec.model import Model
-from strata_platform.spec.parallel import GROUPS
+from strata_platform.spec.sections.model import Model
+from strata_platform.spec.sections.parallel import GROUPS
 from tasks.runtime.checkpoint.state import read_model_tensors
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.export.export_model import write_model

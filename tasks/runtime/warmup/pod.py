@@ -26,8 +26,8 @@ from strata_kernels.warmup.kernel_description import KernelDescription, differen
 from strata_kernels.warmup.time_budget import CircuitBreaker
 from strata_platform.file_io import acquire_lock
 from strata_platform.spec import RunSpec
-from strata_platform.spec.kernels import Kernels
-from strata_platform.spec.training import Training
+from strata_platform.spec.sections.kernels import Kernels
+from strata_platform.spec.sections.training import Training
 from tasks.runtime.models.attention import flash_attention_4
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import write_json

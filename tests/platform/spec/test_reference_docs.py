@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from strata_platform.spec import RunSpec, describe, environment, load, load_spec, recipe, reference_docs
+from strata_platform.spec import RunSpec, describe, load_spec, recipe, reference_docs
+from strata_platform.spec.reading import environment, load
 from strata_platform.spec.schema import json_schema
 
 ROOT = Path(__file__).parents[3]

@@ -7,10 +7,10 @@ import pytest
 from strata_platform.errors import SpecError
 from strata_platform.redact import redacted
 from strata_platform.spec import DataRecipe, RunSpec
-from strata_platform.spec.data import Data
-from strata_platform.spec.fields import Section
-from strata_platform.spec.parallel import Ddp, Single
-from strata_platform.spec.training import Optimizer
+from strata_platform.spec.sections.data import Data
+from strata_platform.spec.sections.fields import Section
+from strata_platform.spec.sections.parallel import Ddp, Single
+from strata_platform.spec.sections.training import Optimizer
 
 SPEC_FIELDS = {"data", "fingerprint", "model", "objective", "revision", "seed", "tokenizer", "tokenizer_data",
                "validation_only", "add_special_tokens"}  # fmt: skip

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from strata_platform.spec.data import Data
+from strata_platform.spec.sections.data import Data
 from tasks.runtime.data.media import audio_files
 from tasks.runtime.data.media.audio_files import AudioReader, Sound, open_sound, resample, wav_of
 from tasks.runtime.data.media.media_files import SkippedBySize

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from strata_platform.spec.data import Data
+from strata_platform.spec.sections.data import Data
 from tasks.runtime.data.chat.messages import is_empty_answer, messages_of
 from tasks.runtime.data.chat.template import ChatTemplate
 from tasks.runtime.data.chat.template_source import resolve_template

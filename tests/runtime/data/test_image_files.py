@@ -10,7 +10,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image
 
-from strata_platform.spec.data import Data
+from strata_platform.spec.sections.data import Data
 from tasks.runtime.data.media import media_files
 from tasks.runtime.data.media.image_files import ImageReader, open_picture, png_of
 from tasks.runtime.data.media.media_files import SkippedBySize

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.data import Data
+from strata_platform.spec.sections.data import Data
 from tasks.runtime.data import PreparedData, prepare, recipe_of
 from tasks.runtime.data.loader import MicroBatchSampler
 from tasks.runtime.data.mixture import Draw, source_shares

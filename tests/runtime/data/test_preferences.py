@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from strata_platform.spec import DataRecipe, RunSpec
-from strata_platform.spec.data import Data
+from strata_platform.spec.sections.data import Data
 from tasks.runtime.data import fingerprint, prepare
 from tasks.runtime.data.formats.format_choice import choose_format
 from tasks.runtime.data.formats.known_formats import make_format

@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from strata_platform.spec import DataRecipe, RunSpec
-from strata_platform.spec.data import Data
+from strata_platform.spec.sections.data import Data
 from tasks.runtime.data import PreparedData, fingerprint, prepare
 from tasks.runtime.data.formats.known_formats import make_format
 from tasks.runtime.data.preparation.encode import Encoded, Encoder

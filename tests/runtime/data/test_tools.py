@@ -7,7 +7,7 @@ import pyarrow.parquet
 import pytest
 
 from strata_platform.spec import DataRecipe, RunSpec
-from strata_platform.spec.data import Data
+from strata_platform.spec.sections.data import Data
 from tasks.runtime.data import fingerprint, prepare
 from tasks.runtime.data.chat.messages import messages_of
 from tasks.runtime.data.chat.template_source import templates_to_save

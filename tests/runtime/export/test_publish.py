@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
-from strata_platform.spec.export import Export
+from strata_platform.spec.sections.export import Export
 from tasks.runtime.data.preparation.tokenizer import train_tokenizer
 from tasks.runtime.export.publish import _require_exported, publish, require_export_targets
 from tasks.runtime.models.config import PRESETS

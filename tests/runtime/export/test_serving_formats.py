@@ -7,9 +7,9 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from strata_platform.spec.data import Data
-from strata_platform.spec.export import Export
-from strata_platform.spec.model import Lora, Model, NoAdapter
+from strata_platform.spec.sections.data import Data
+from strata_platform.spec.sections.export import Export
+from strata_platform.spec.sections.model import Lora, Model, NoAdapter
 from tasks.runtime.data.preparation.tokenizer import save_tokenizer, train_tokenizer
 from tasks.runtime.export import serving_formats
 from tasks.runtime.export.serving_formats import require_formats

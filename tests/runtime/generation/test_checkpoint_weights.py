@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from strata_kernels.patch.engine import patch_model
-from strata_platform.spec.model import Lora
+from strata_platform.spec.sections.model import Lora
 from tasks.runtime.generation.checkpoint_weights import checkpoint_weights
 from tasks.runtime.models.adapters.lora import add_adapter
 from tests.runtime.helpers.hybrid_families import SIZES

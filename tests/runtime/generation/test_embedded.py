@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from strata_kernels.patch.engine import patch_model
-from strata_platform.spec.training import Training
+from strata_platform.spec.sections.training import Training
 from tasks.runtime.generation import EmbeddedGenerator, Request, Sampling
 from tasks.runtime.generation.decoders import supports_static_cache
 from tasks.runtime.models.activations.activation_checkpointing import checkpoint_activations

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from strata_platform.outcomes import BAD_INPUT, PREEMPTED
-from strata_platform.spec.model import Lora
+from strata_platform.spec.sections.model import Lora
 from tasks.runtime.evaluation.evaluate_model import evaluate
 from tasks.runtime.generation import Sampling, require_engine, served_engines
 from tasks.runtime.generation import server as server_module

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from strata_platform.spec.model import Lora
+from strata_platform.spec.sections.model import Lora
 from tasks.runtime.generation import EmbeddedGenerator, Request, Sampling, require_engine
 from tasks.runtime.generation.vllm_engine import VllmGenerator
 from tasks.runtime.models.adapters.lora import add_adapter

@@ -31,8 +31,8 @@ from flytekit.types.directory import FlyteDirectory
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from strata_platform.spec import DataRecipe, RunSpec
-from strata_platform.spec.model import Model
 from strata_platform.spec.run_spec import Runtime
+from strata_platform.spec.sections.model import Model
 from tasks import topology
 from tasks.elastic import Training
 from tasks.runtime import checkpoint

@@ -20,10 +20,10 @@ from transformers import (
 
 from strata_kernels.patch.table import OPERATORS
 from strata_platform.spec import DataRecipe, RunSpec
-from strata_platform.spec.kernels import Kernels
-from strata_platform.spec.model import PRESETS as NAMES
-from strata_platform.spec.model import Model
-from strata_platform.spec.training import Training
+from strata_platform.spec.sections.kernels import Kernels
+from strata_platform.spec.sections.model import PRESETS as NAMES
+from strata_platform.spec.sections.model import Model
+from strata_platform.spec.sections.training import Training
 from tasks.runtime.checkpoint import latest
 from tasks.runtime.checkpoint.state import dtypes_of, set_dtypes
 from tasks.runtime.checkpoint.writer import CheckpointWriter

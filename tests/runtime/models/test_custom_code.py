@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from strata_platform.errors import SpecError
 from strata_platform.file_io import folder_digest
 from strata_platform.spec import RunSpec
-from strata_platform.spec.model import Model
+from strata_platform.spec.sections.model import Model
 from tasks.runtime.data import PreparedData, recipe_of
 from tasks.runtime.data.preparation.tokenizer import read_tokenizer
 from tasks.runtime.evaluation.evaluate_model import evaluate

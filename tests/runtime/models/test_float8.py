@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from strata_kernels import patch_model
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
-from strata_platform.spec.model import Model
-from strata_platform.spec.training import Training
+from strata_platform.spec.sections.model import Model
+from strata_platform.spec.sections.training import Training
 from tasks.runtime.checkpoint import latest, metadata_of
 from tasks.runtime.models import float8
 from tasks.runtime.models.adapters.lora import add_adapter

@@ -4,8 +4,8 @@ import pytest
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from strata_platform.spec.kernels import Kernels
-from strata_platform.spec.model import Model
+from strata_platform.spec.sections.kernels import Kernels
+from strata_platform.spec.sections.model import Model
 from tasks.runtime.models.planned_model import require_kernels, require_names_of_weights
 
 SMALL = {

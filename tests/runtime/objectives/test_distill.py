@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from strata_kernels.ops.linear_divergence import row_divergences
 from strata_platform.spec import DataRecipe, RunSpec
-from strata_platform.spec.objectives import Distill as Settings
+from strata_platform.spec.sections.objectives import Distill as Settings
 from tasks.runtime import checkpoint
 from tasks.runtime.data import collate, fingerprint, prepare
 from tasks.runtime.data.preparation.tokenizer import save_tokenizer, train_tokenizer

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.objectives import RewardTerm
+from strata_platform.spec.sections.objectives import RewardTerm
 from tasks.runtime.data.dataset import COLUMNS, collate
 from tasks.runtime.data.prompts import ANSWER, Prompt
 from tasks.runtime.generation import Sample

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from strata_kernels import patch_model
 from strata_platform.spec import RunSpec
-from strata_platform.spec.training import Training
+from strata_platform.spec.sections.training import Training
 from tasks.runtime.data import collate
 from tasks.runtime.evaluation.evaluate_model import _measure
 from tasks.runtime.models.activations.activation_checkpointing import checkpoint_activations

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.objectives import Cpo, Orpo, Simpo
+from strata_platform.spec.sections.objectives import Cpo, Orpo, Simpo
 from tasks.runtime.data import collate, collate_flat
 from tasks.runtime.models.build import has_fused_loss, patch
 from tasks.runtime.objectives import build_objective

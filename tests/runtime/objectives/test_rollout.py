@@ -2,7 +2,7 @@
 
 import torch
 
-from strata_platform.spec.objectives import Grpo
+from strata_platform.spec.sections.objectives import Grpo
 from tasks.runtime.data.prompts import Prompt
 from tasks.runtime.generation import Sample
 from tasks.runtime.objectives.rollout import Rollout

@@ -10,7 +10,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from strata_kernels import patch_model
 from strata_platform.spec import RunSpec
-from strata_platform.spec.training import Training
+from strata_platform.spec.sections.training import Training
 from tasks.runtime.data import collate
 from tasks.runtime.data.dataset import collate_flat
 from tasks.runtime.models.activations.activation_checkpointing import checkpoint_activations

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
-from strata_platform.spec.model import Model
+from strata_platform.spec.sections.model import Model
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.state import load_optimizer
 from tasks.runtime.checkpoint.storage import Index

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
 from transformers import get_scheduler
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.training import Schedule
+from strata_platform.spec.sections.training import Schedule
 from tasks.runtime.models.build import build_model
 from tasks.runtime.models.config import PRESETS
 from tasks.runtime.optim.gradients import clip_gradients

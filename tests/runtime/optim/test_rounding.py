@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from strata_kernels import join_weight, split_weight
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
-from strata_platform.spec.model import Model
+from strata_platform.spec.sections.model import Model
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.flat_shard import FlatShard
 from tasks.runtime.checkpoint.state import load_model, load_optimizer

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from strata_platform.spec.model import Model
+from strata_platform.spec.sections.model import Model
 from tasks.runtime.models.build import build_model
 from tasks.runtime.parallel.fsdp import require_one_dtype
 from tests.runtime.helpers.train_forked import launch

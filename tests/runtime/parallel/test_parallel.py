@@ -10,7 +10,7 @@ from strata_kernels.patch.structure import activate_and_project
 from strata_platform.context_parallel import exchanges_heads
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
-from strata_platform.spec.model import Model
+from strata_platform.spec.sections.model import Model
 from tasks.runtime.data.context_shards import cu_seqlens, shard_batch
 from tasks.runtime.parallel import context
 from tasks.runtime.parallel.context import require_context_parallel_support

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from strata_platform.spec.training import Training
+from strata_platform.spec.sections.training import Training
 from tasks.runtime.models.activations.activation_checkpointing import checkpoint_activations, compile_layers
 from tasks.runtime.parallel.whole_model import WholeCopy
 

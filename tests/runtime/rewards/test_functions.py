@@ -156,6 +156,6 @@ def test_the_text_of_contents_in_parts():
 def test_each_is_known_to_the_spec():
     from typing import get_args
 
-    from strata_platform.spec.objectives import RewardName
+    from strata_platform.spec.sections.objectives import RewardName
 
     assert {*get_args(RewardName)} == {*SHIPPED}

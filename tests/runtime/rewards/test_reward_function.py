@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from strata_platform.spec.objectives import RewardTerm
+from strata_platform.spec.sections.objectives import RewardTerm
 from tasks.runtime.rewards.reward_function import Answers, RewardFunction
 
 OWN = "tests.runtime.helpers.own_rewards:"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from strata_platform.spec.objectives import RewardTerm
+from strata_platform.spec.sections.objectives import RewardTerm
 from tasks.runtime.rewards.reward_function import Answers
 from tasks.runtime.rewards.reward_model import RewardModel
 from tests.runtime.helpers.pretrained_folder import save_pretrained

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from strata_platform.spec.objectives import RewardTerm
+from strata_platform.spec.sections.objectives import RewardTerm
 from tasks.runtime.data.dataset import COLUMNS
 from tasks.runtime.rewards.scoring import require_reward_columns
 

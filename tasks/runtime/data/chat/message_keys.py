@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from strata_platform.spec.data import Data
+from strata_platform.spec.sections.data import Data
 from tasks.runtime.data.chat.messages import REASONING, Messages
 from tasks.runtime.data.chat.row_chats import chats_in
 from tasks.runtime.data.chat.tools import COLUMN, tools_of

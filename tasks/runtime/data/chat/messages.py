@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from strata_platform.spec.data import Data, TrainOn
+from strata_platform.spec.sections.data import Data, TrainOn
 from tasks.runtime.data.chat.tools import called_functions, drop_nulls
 from tasks.runtime.data.formats.columns import HISTORY, INPUTS, system_columns
 from tasks.runtime.data.media.media_messages import join_parts, medium_of_part, require_no_media_keys, require_places

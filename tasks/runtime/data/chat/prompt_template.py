@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from strata_platform.spec.data import Data, is_template_file
+from strata_platform.spec.sections.data import Data, is_template_file
 from tasks.runtime.data.chat.special_tokens import SpecialTokens
 from tasks.runtime.data.chat.template_renderer import TemplateLimit, TemplateRejection, render_prompt, template_columns
 from tasks.runtime.data.chat.template_source import read_template, readable_template

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strata_platform.spec.data import Data
+from strata_platform.spec.sections.data import Data
 from tasks.runtime.data.chat.messages import (
     Messages,
     answer_of,

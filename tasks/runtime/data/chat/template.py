@@ -20,7 +20,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from strata_platform.spec.data import TrainOn
+from strata_platform.spec.sections.data import TrainOn
 from tasks.runtime.data.chat.message_check import PRIVATE, MessageCheck
 from tasks.runtime.data.chat.messages import REASONING, Messages, learned_messages
 from tasks.runtime.data.chat.special_tokens import special_tokens_of

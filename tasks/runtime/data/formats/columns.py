@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from strata_platform.spec.data import Data
-from strata_platform.spec.objectives import PAIRED, PROMPTED
+from strata_platform.spec.sections.data import Data
+from strata_platform.spec.sections.objectives import PAIRED, PROMPTED
 from tasks.runtime.data.chat.tools import COLUMN as TOOLS
 from tasks.runtime.data.formats.token_rows import COLUMN as TOKENS
 from tasks.runtime.data.formats.token_rows import OPTIONAL as BESIDE_TOKENS

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from strata_platform.spec import DataRecipe
-from strata_platform.spec.data import Data
-from strata_platform.spec.objectives import LABELLED
+from strata_platform.spec.sections.data import Data
+from strata_platform.spec.sections.objectives import LABELLED
 from tasks.runtime.data.chat.messages import is_json_chat, is_transcript
 from tasks.runtime.data.chat.prompt_template import prompt_shape
 from tasks.runtime.data.formats.columns import PREFERENCES, Shape, columns_of, find_shape, known_shapes

@@ -28,7 +28,7 @@ from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from strata_platform.spec.data import Data
+from strata_platform.spec.sections.data import Data
 from tasks.runtime.data.chat.messages import Messages
 from tasks.runtime.data.chat.prompt_template import PromptTemplate
 from tasks.runtime.data.chat.row_chats import chats_in, chats_of

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from strata_platform.spec.data import Data
+from strata_platform.spec.sections.data import Data
 from tasks.runtime.data.chat.messages import Messages, messages_of
 from tasks.runtime.data.reading.rows import Row, RowError, require_valid_unicode, suggestion
 from tasks.runtime.extensions import ChatFormat, TextFormat, TextSegment

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from strata_platform.spec.data import Data
+from strata_platform.spec.sections.data import Data
 from tasks.runtime.data.chat.messages import Messages, answer_of, is_text, messages_of, question_messages
 from tasks.runtime.data.formats.columns import HISTORY, INPUTS
 from tasks.runtime.data.reading.rows import Row, RowError

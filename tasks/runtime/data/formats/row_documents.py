@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 
 from transformers import PreTrainedTokenizerBase
 
-from strata_platform.spec.data import Data, TrainOn
+from strata_platform.spec.sections.data import Data, TrainOn
 from tasks.runtime.data.chat.messages import Messages, is_empty_answer, learned_messages
 from tasks.runtime.data.chat.prompt_template import PromptTemplate
 from tasks.runtime.data.chat.special_tokens import SpecialTokens, restore

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from strata_platform.spec import DataRecipe
-from strata_platform.spec.objectives import LABELLED
+from strata_platform.spec.sections.objectives import LABELLED
 from tasks.runtime.data.reading.rows import Row, RowError, describe_type, suggestion
 
 if TYPE_CHECKING:

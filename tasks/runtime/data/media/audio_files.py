@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from strata_platform.spec.data import SHORTEST_AUDIO, Data
+from strata_platform.spec.sections.data import SHORTEST_AUDIO, Data
 from tasks.runtime.data.media.kinds import AUDIO, MediaCounts
 from tasks.runtime.data.media.media_files import SkippedBySize, content_of
 from tasks.runtime.data.media.media_messages import describe_value

@@ -10,7 +10,7 @@ import io
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from strata_platform.spec.data import Data
+from strata_platform.spec.sections.data import Data
 from tasks.runtime.data.media.kinds import IMAGE, MediaCounts
 from tasks.runtime.data.media.media_files import SkippedBySize, content_of
 from tasks.runtime.data.media.media_messages import describe_value

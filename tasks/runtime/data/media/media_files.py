@@ -7,7 +7,7 @@ import posixpath
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-from strata_platform.spec.data import Data
+from strata_platform.spec.sections.data import Data
 from tasks.runtime.data.media.kinds import Medium
 from tasks.runtime.data.media.media_messages import decode_base64, describe_value
 from tasks.runtime.data.reading.rows import Row, RowError

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from strata_platform.spec.data import Data
+from strata_platform.spec.sections.data import Data
 from tasks.runtime.data.media.kinds import MEDIA, Item, Medium
 from tasks.runtime.data.reading.rows import Row, RowError, describe_type
 

@@ -14,9 +14,9 @@ import numpy as np
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from strata_platform.spec import DataRecipe
-from strata_platform.spec.data import SHORTEST_AUDIO, Data
-from strata_platform.spec.model import PRESETS
-from strata_platform.spec.objectives import PAIRED
+from strata_platform.spec.sections.data import SHORTEST_AUDIO, Data
+from strata_platform.spec.sections.model import PRESETS
+from strata_platform.spec.sections.objectives import PAIRED
 from tasks.runtime.data.chat.special_tokens import special_tokens_of
 from tasks.runtime.data.media.audio_files import AudioReader, Sound, open_sound, wav_of
 from tasks.runtime.data.media.image_files import ImageReader, open_picture, png_of

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from strata_platform.spec.data import Data
+from strata_platform.spec.sections.data import Data
 from tasks.runtime.data.formats.documents import Segment
 from tasks.runtime.data.media.kinds import Item, MediaCounts, Medium
 from tasks.runtime.data.media.media_processor import MediaProcessor

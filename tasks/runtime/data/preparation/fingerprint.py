@@ -10,7 +10,7 @@ from pathlib import Path
 
 from strata_platform.file_io import require_regular_files
 from strata_platform.spec import DataRecipe, RunSpec
-from strata_platform.spec.data import Data, is_template_file
+from strata_platform.spec.sections.data import Data, is_template_file
 from tasks.runtime.data.chat.prompt_template import template_file
 from tasks.runtime.data.chat.template_source import readable_template
 from tasks.runtime.data.formats.own_format import is_own, own_digest

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec import DataRecipe
-from strata_platform.spec.data import Data
+from strata_platform.spec.sections.data import Data
 from tasks.runtime.data.chat.message_keys import unread_keys
 from tasks.runtime.data.chat.special_tokens import texts_in
 from tasks.runtime.data.formats.columns import PROMPTS, Unread, columns_of, keys_in, optional_columns

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import IO, Any, NamedTuple
 
-from strata_platform.spec.data import COMPRESSIONS, ROW_SUFFIXES, TEXT_SUFFIXES
+from strata_platform.spec.sections.data import COMPRESSIONS, ROW_SUFFIXES, TEXT_SUFFIXES
 from tasks.runtime.data.reading.rows import Row
 from tasks.runtime.data.reading.text_files import TextDocuments
 

@@ -24,7 +24,7 @@ from fsspec.implementations.local import LocalFileSystem
 from strata_platform.file_io import require_regular_file
 from strata_platform.redact import redacted
 from strata_platform.spec import DataRecipe
-from strata_platform.spec.data import BUILTIN_SOURCES, COMPRESSIONS, EXTENSIONS, Data
+from strata_platform.spec.sections.data import BUILTIN_SOURCES, COMPRESSIONS, EXTENSIONS, Data
 from tasks.runtime.data.reading import python_docs
 from tasks.runtime.data.reading.readers import extension, is_text, naming_file, read
 from tasks.runtime.data.reading.rows import Row, suggestion

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from strata_platform.spec.training import Training
+from strata_platform.spec.sections.training import Training
 from tasks.runtime.models.activations.activation_offloading import Offloading
 from tasks.runtime.models.activations.kept_operators import KeptOperators, name_of
 from tasks.runtime.models.media.multimodal import is_multimodal

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from strata_platform.file_io import require_regular_files
-from strata_platform.spec.model import Lora, Model
 from strata_platform.spec.run_spec import Adapter
+from strata_platform.spec.sections.model import Lora, Model
 from tasks.runtime.models.adapters.lora import base_fingerprint, lora_config, require_base, saved_modules
 from tasks.runtime.models.adapters.pissa import InitialMatrices
 from tasks.runtime.models.media.multimodal import is_multimodal

@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from strata_kernels import PatchReport
 from strata_kernels.patch.discover_experts import has_experts
 from strata_platform.spec import RunSpec
-from strata_platform.spec.model import SCORE, Lora, NoAdapter
+from strata_platform.spec.sections.model import SCORE, Lora, NoAdapter
 from tasks.runtime.checkpoint.state import has_adapter
 from tasks.runtime.models.build import build_model_on_meta
 from tasks.runtime.models.media.multimodal import is_multimodal

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from strata_platform.spec.model import Lora
+from strata_platform.spec.sections.model import Lora
 from tasks.runtime.checkpoint.storage import Index
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ from strata_kernels.patch.discover import plain_pytorch
 from strata_kernels.patch.discover_experts import has_experts, prove_experts
 from strata_kernels.patch.small_copy import NotEqual
 from strata_platform.spec import RunSpec
-from strata_platform.spec.model import Lora
 from strata_platform.spec.run_spec import Parallel
+from strata_platform.spec.sections.model import Lora
 from tasks.runtime.models.adapters.lora import saved_modules, weights_read_by
 from tasks.runtime.models.config import compute_dtype
 

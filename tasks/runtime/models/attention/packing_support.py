@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from strata_kernels.patch.table import ROWS
 from strata_platform.spec import RunSpec
-from strata_platform.spec.data import Data
-from strata_platform.spec.model import Model
-from strata_platform.spec.objectives import PAIRED
 from strata_platform.spec.run_spec import Objective
+from strata_platform.spec.sections.data import Data
+from strata_platform.spec.sections.model import Model
+from strata_platform.spec.sections.objectives import PAIRED
 from tasks.runtime.models.attention.attention_choice import choose_attention
 from tasks.runtime.models.attention.recurrent_layers import needs_gpu, recurrent_layers
 from tasks.runtime.models.build import build_model_on_meta, is_on_meta, support_packed_rows

@@ -21,8 +21,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from strata_platform.spec.model import Model
 from strata_platform.spec.run_spec import Parallel
+from strata_platform.spec.sections.model import Model
 from tasks.runtime.data.context_shards import cu_seqlens, max_seqlen
 from tasks.runtime.data.dataset import Batch, Row
 from tasks.runtime.data.media.media_packing import MEDIA_PACKING

@@ -15,8 +15,8 @@ from transformers import (
 )
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.data import MEDIA_FIELDS
-from strata_platform.spec.objectives import LABELLED, PAIRED
+from strata_platform.spec.sections.data import MEDIA_FIELDS
+from strata_platform.spec.sections.objectives import LABELLED, PAIRED
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.formats.columns import PREFERENCES
 from tasks.runtime.data.media.media_packing import require_separate_media

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.training import Training
+from strata_platform.spec.sections.training import Training
 from tasks.runtime.models.activations import activation_checkpointing
 from tasks.runtime.models.activations.kept_operators import KeptOperators
 from tasks.runtime.models.build import build_model, patch

@@ -10,7 +10,7 @@ from peft.optimizers import create_loraplus_optimizer
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.model import Lora
+from strata_platform.spec.sections.model import Lora
 from tasks.runtime.models.adapters.adapter_folder import CONFIG, load_initial_adapter, write_adapter
 from tasks.runtime.models.adapters.lora import add_adapter
 from tasks.runtime.models.build import build_model

@@ -18,7 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from strata_kernels import patch_model, unpatch_model
 from strata_kernels.patch.table import ROWS
 from strata_platform.spec import RunSpec
-from strata_platform.spec.training import Training
+from strata_platform.spec.sections.training import Training
 from tasks.runtime.models.activations.activation_checkpointing import checkpoint_activations
 from tasks.runtime.models.adapters import forward_source, fused_adapters
 from tasks.runtime.models.adapters.forward_source import calls_with_one_input

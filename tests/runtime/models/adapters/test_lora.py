@@ -8,8 +8,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from strata_platform.spec import DataRecipe, RunSpec
-from strata_platform.spec.kernels import Kernels
-from strata_platform.spec.model import Lora, Model, NoAdapter
+from strata_platform.spec.sections.kernels import Kernels
+from strata_platform.spec.sections.model import Lora, Model, NoAdapter
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.state import load_model
 from tasks.runtime.checkpoint.storage import Index

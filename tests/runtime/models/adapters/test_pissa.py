@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from strata_platform.spec.model import Lora, Model
+from strata_platform.spec.sections.model import Lora, Model
 from tasks.runtime.models.adapters.adapter_folder import load_initial_adapter, write_adapter
 from tasks.runtime.models.adapters.lora import add_adapter, base_fingerprint
 from tasks.runtime.models.adapters.pissa import principal_matrices, set_initial_matrices

@@ -19,8 +19,8 @@ from strata_platform.estimate import shape_of
 from strata_platform.estimate.memory import memory_of
 from strata_platform.estimate.workload import Workload
 from strata_platform.spec import RunSpec
-from strata_platform.spec.parallel import Deepspeed, Fsdp
-from strata_platform.spec.training import Training
+from strata_platform.spec.sections.parallel import Deepspeed, Fsdp
+from strata_platform.spec.sections.training import Training
 from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.models.activations.activation_checkpointing import checkpoint_activations

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Gemma2Config, GemmaConfig, PaliGemmaConfig
 
-from strata_platform.spec.model import Model
+from strata_platform.spec.sections.model import Model
 from tasks.runtime.models.attention.attention_choice import choose_attention
 from tasks.runtime.models.build import build_model, build_model_on_meta, build_planning_model
 from tasks.runtime.models.config import require_attention

@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.data import Data
-from strata_platform.spec.model import Model
+from strata_platform.spec.sections.data import Data
+from strata_platform.spec.sections.model import Model
 from tasks.runtime.data.preparation.tokenizer import train_tokenizer
 from tasks.runtime.evaluation.evaluate_model import generate
 from tasks.runtime.models.attention.packing_support import (

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from strata_platform.spec.training import Training
+from strata_platform.spec.sections.training import Training
 from tasks.runtime.models.activations.activation_checkpointing import checkpoint_activations
 from tasks.runtime.models.attention.packing_support import supports_packing
 from tasks.runtime.models.attention.recurrent_layers import (

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from strata_platform.spec.training import Training
+from strata_platform.spec.sections.training import Training
 from tasks.runtime.models.activations.activation_checkpointing import checkpoint_activations
 from tasks.runtime.models.attention.packing_support import supports_packing
 from tasks.runtime.models.attention.sequence_masks import MASKS_WITHOUT_POSITIONS, mask_sequences

@@ -14,8 +14,8 @@ from strata_kernels import patch_model
 from strata_kernels.patch.table import ROWS
 from strata_kernels.warmup import record
 from strata_platform.spec import RunSpec
-from strata_platform.spec.model import Model
-from strata_platform.spec.training import Training
+from strata_platform.spec.sections.model import Model
+from strata_platform.spec.sections.training import Training
 from tasks.runtime.models.activations.activation_checkpointing import _full_graph, compile_layers
 from tasks.runtime.models.attention import flash_attention_4 as flash_4
 from tasks.runtime.models.attention.attention_choice import VARLEN, choose_attention

@@ -8,7 +8,7 @@ from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_m
 from transformers.models.gemma3.modeling_gemma3 import get_block_sequence_ids_for_mask
 from transformers.models.gemma4.modeling_gemma4 import create_masks_for_vision_model as gemma4_masks
 
-from strata_platform.spec.model import Model
+from strata_platform.spec.sections.model import Model
 from tasks.runtime.models.build import build_model
 from tasks.runtime.models.media.image_masks import _FAMILIES, image_masks, sees_later_tokens
 from tests.runtime.helpers import vision_models

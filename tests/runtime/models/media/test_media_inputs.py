@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForMultimodalLM, AutoProcessor
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.kernels import Kernels
+from strata_platform.spec.sections.kernels import Kernels
 from tasks.runtime.data import collate
 from tasks.runtime.data.dataset import TOKENIZER
 from tasks.runtime.data.media.media_processor import copy_processor, saved_processor

@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from strata_platform.spec import DataRecipe, RunSpec
-from strata_platform.spec.kernels import Kernels
-from strata_platform.spec.model import Lora
+from strata_platform.spec.sections.kernels import Kernels
+from strata_platform.spec.sections.model import Lora
 from tasks.runtime.data import PreparedData, collate, collate_flat, fingerprint, prepare
 from tasks.runtime.data.dataset import TOKENIZER
 from tasks.runtime.data.loader import training_loader

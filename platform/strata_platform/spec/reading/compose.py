@@ -18,8 +18,8 @@ from typing import Any
 
 from strata_platform.errors import Place, Problem, SpecError
 from strata_platform.spec.describe import format_value
-from strata_platform.spec.environment import replace_variables
-from strata_platform.spec.overrides import parse_overrides
+from strata_platform.spec.reading.environment import replace_variables
+from strata_platform.spec.reading.overrides import parse_overrides
 from strata_platform.spec.run_spec import RunSpec
 from strata_platform.spec.yaml_core import read_yaml
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec, dump_spec, load_spec
-from strata_platform.spec.load import load_spec_argument
+from strata_platform.spec.reading.load import load_spec_argument
 from strata_platform.spec.yaml_core import dump_yaml, read_yaml
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+EXAMPLES = Path(__file__).parents[4] / "examples"
 
 # PyYAML writes what Unicode has no character for, but does not read it.
 words = st.text(st.characters(exclude_categories=["Cs", "Cc", "Cn"]), min_size=1, max_size=12)

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from strata_platform.errors import Place, Problem, SpecError
 from strata_platform.file_io import require_regular_file
-from strata_platform.spec.compose import Composed, compose
-from strata_platform.spec.environment import escape_variables
+from strata_platform.spec.reading.compose import Composed, compose
+from strata_platform.spec.reading.environment import escape_variables
 from strata_platform.spec.run_spec import RunSpec
 from strata_platform.spec.yaml_core import dump_yaml, read_yaml
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from strata_platform.spec.fields import Count, Flag, FolderOrUrl, Section, number
+from strata_platform.spec.sections.fields import Count, Flag, FolderOrUrl, Section, number
 
 Operator = Literal[
     "rms_norm",

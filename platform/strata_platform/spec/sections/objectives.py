@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from strata_platform.spec.describe import Allowed
-from strata_platform.spec.fields import (
+from strata_platform.spec.sections.fields import (
     Arguments,
     Count,
     Flag,

@@ -9,30 +9,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from strata_platform.spec.adapter_rules import adapter_rules
-from strata_platform.spec.cuda_graph_rules import cuda_graph_contradictions
-from strata_platform.spec.data import BUILTIN_SOURCES
-from strata_platform.spec.distillation_rules import distillation_rules
-from strata_platform.spec.evaluation_rules import evaluation_rules
-from strata_platform.spec.expert_rules import expert_rules
-from strata_platform.spec.float8_rules import float8_rules
-from strata_platform.spec.generation_rules import generation_rules
-from strata_platform.spec.grpo_rules import grpo_rules
-from strata_platform.spec.model import PRESETS
-from strata_platform.spec.optimizer_rules import optimizer_rules
-from strata_platform.spec.parallel_rules import parallel_rules
-from strata_platform.spec.preference_rules import preference_rules
 from strata_platform.spec.problems import Contradiction
-from strata_platform.spec.source_rules import source_rules
-from strata_platform.spec.streaming_rules import streaming_rules
+from strata_platform.spec.rules.adapter_rules import adapter_rules
+from strata_platform.spec.rules.cuda_graph_rules import cuda_graph_contradictions
+from strata_platform.spec.rules.distillation_rules import distillation_rules
+from strata_platform.spec.rules.evaluation_rules import evaluation_rules
+from strata_platform.spec.rules.expert_rules import expert_rules
+from strata_platform.spec.rules.float8_rules import float8_rules
+from strata_platform.spec.rules.generation_rules import generation_rules
+from strata_platform.spec.rules.grpo_rules import grpo_rules
+from strata_platform.spec.rules.optimizer_rules import optimizer_rules
+from strata_platform.spec.rules.parallel_rules import parallel_rules
+from strata_platform.spec.rules.preference_rules import preference_rules
+from strata_platform.spec.rules.source_rules import source_rules
+from strata_platform.spec.rules.streaming_rules import streaming_rules
+from strata_platform.spec.sections.data import BUILTIN_SOURCES
+from strata_platform.spec.sections.model import PRESETS
 
 if TYPE_CHECKING:
-    from strata_platform.spec.data import Data, Reading
-    from strata_platform.spec.export import Export
-    from strata_platform.spec.kernels import Kernels
-    from strata_platform.spec.model import Model
     from strata_platform.spec.run_spec import Adapter, Checkpoint, Objective, Parallel, RunSpec
-    from strata_platform.spec.training import Schedule, Training
+    from strata_platform.spec.sections.data import Data, Reading
+    from strata_platform.spec.sections.export import Export
+    from strata_platform.spec.sections.kernels import Kernels
+    from strata_platform.spec.sections.model import Model
+    from strata_platform.spec.sections.training import Schedule, Training
 
 
 def contradictions(spec: RunSpec) -> Iterator[Contradiction]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from strata_platform.spec.model import PRESETS
 from strata_platform.spec.problems import Contradiction
+from strata_platform.spec.sections.model import PRESETS
 
 if TYPE_CHECKING:
     from strata_platform.spec.run_spec import Parallel, RunSpec, Topology

@@ -6,9 +6,9 @@ import pytest
 
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec, load_spec
-from strata_platform.spec.load import load_spec_argument
+from strata_platform.spec.reading.load import load_spec_argument
 
-PAGE = Path(__file__).parents[3] / "docs/variants.md"
+PAGE = Path(__file__).parents[4] / "docs/variants.md"
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from strata_platform.spec.describe import Allowed
-from strata_platform.spec.fields import Flag, ObjectStoreUrl, Section
+from strata_platform.spec.sections.fields import Flag, ObjectStoreUrl, Section
 
 Format = Literal["safetensors", "gguf", "fp8", "int4", "adapter"]
 

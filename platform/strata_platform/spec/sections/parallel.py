@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from strata_platform.spec.fields import Count, Flag, Integer, Section
+from strata_platform.spec.sections.fields import Count, Flag, Integer, Section
 
 GROUPS = ("tensor_parallel", "context_parallel", "expert_parallel")
 """Fields of `Fsdp` that make groups of processes."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from strata_platform.spec.data import Data, MixtureSource, Reading, ValidationSource
 from strata_platform.spec.problems import Contradiction
+from strata_platform.spec.sections.data import Data, MixtureSource, Reading, ValidationSource
 
 
 def source_rules(data: Data) -> Iterator[Contradiction]:

@@ -9,7 +9,7 @@ from strata_platform.spec.problems import Contradiction
 
 if TYPE_CHECKING:
     from strata_platform.spec.run_spec import Adapter, Parallel, RunSpec
-    from strata_platform.spec.training import Optimizer, Schedule
+    from strata_platform.spec.sections.training import Optimizer, Schedule
 
 
 def optimizer_rules(spec: RunSpec) -> Iterator[Contradiction]:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from strata_platform.spec.fields import Count, Decay, Flag, Integer, Number, Section, Text, number
+from strata_platform.spec.sections.fields import Count, Decay, Flag, Integer, Number, Section, Text, number
 
 
 class Training(Section):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr
 
 from strata_platform.spec.describe import Allowed
-from strata_platform.spec.fields import Flag, Integer, Number, Section, Text, number
+from strata_platform.spec.sections.fields import Flag, Integer, Number, Section, Text, number
 
 PRESETS = ("tiny-llama",)
 Head = Literal["tokens", "score"]

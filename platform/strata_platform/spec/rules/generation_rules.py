@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from strata_platform.spec.model import Lora, NoAdapter
-from strata_platform.spec.objectives import Distill, Generation, Grpo, generates
 from strata_platform.spec.problems import Contradiction
-from strata_platform.spec.training import Training
+from strata_platform.spec.sections.model import Lora, NoAdapter
+from strata_platform.spec.sections.objectives import Distill, Generation, Grpo, generates
+from strata_platform.spec.sections.training import Training
 
 if TYPE_CHECKING:
     from strata_platform.spec.run_spec import RunSpec

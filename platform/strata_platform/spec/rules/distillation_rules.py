@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from strata_platform.spec.model import PRESETS
-from strata_platform.spec.objectives import Distill, Generation
 from strata_platform.spec.problems import Contradiction
+from strata_platform.spec.sections.model import PRESETS
+from strata_platform.spec.sections.objectives import Distill, Generation
 
 if TYPE_CHECKING:
     from strata_platform.spec.run_spec import Objective

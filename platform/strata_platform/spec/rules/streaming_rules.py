@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from strata_platform.spec.problems import Contradiction
 
 if TYPE_CHECKING:
-    from strata_platform.spec.data import Data
     from strata_platform.spec.run_spec import RunSpec
+    from strata_platform.spec.sections.data import Data
 
 
 def streaming_rules(spec: RunSpec) -> Iterator[Contradiction]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, get_args
 
-from strata_platform.spec.data import BUILTIN_SOURCES
-from strata_platform.spec.model import Lora
-from strata_platform.spec.objectives import LABELLED, PAIRED, WITH_REFERENCE, Dpo, DpoLoss
 from strata_platform.spec.problems import Contradiction
+from strata_platform.spec.sections.data import BUILTIN_SOURCES
+from strata_platform.spec.sections.model import Lora
+from strata_platform.spec.sections.objectives import LABELLED, PAIRED, WITH_REFERENCE, Dpo, DpoLoss
 
 if TYPE_CHECKING:
-    from strata_platform.spec.data import Data, Reading
     from strata_platform.spec.run_spec import Objective, RunSpec
+    from strata_platform.spec.sections.data import Data, Reading
 
 # Formats of models that write texts.
 _WRITTEN = {"gguf", "fp8", "int4"}

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from strata_platform.spec.data import BUILTIN_SOURCES
-from strata_platform.spec.model import Lora
-from strata_platform.spec.objectives import PROMPTED, Grpo, RewardTerm
 from strata_platform.spec.problems import Contradiction
+from strata_platform.spec.sections.data import BUILTIN_SOURCES
+from strata_platform.spec.sections.model import Lora
+from strata_platform.spec.sections.objectives import PROMPTED, Grpo, RewardTerm
 
 if TYPE_CHECKING:
-    from strata_platform.spec.data import Data, Reading
     from strata_platform.spec.run_spec import Adapter, RunSpec
+    from strata_platform.spec.sections.data import Data, Reading
 
 _PROMPT_FORMATS = ("prompt", "prompt_chat")
 # Tokens of the shortest row that data has.

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from strata_platform.spec.describe import Allowed
-from strata_platform.spec.fields import (
+from strata_platform.spec.sections.fields import (
     Arguments,
     Count,
     Flag,

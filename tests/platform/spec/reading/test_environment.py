@@ -2,7 +2,7 @@ import pytest
 
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec, dump_spec, load_spec
-from strata_platform.spec.environment import replace_variables
+from strata_platform.spec.reading.environment import replace_variables
 
 
 def problem_of(text):
