@@ -10,7 +10,6 @@ import sys
 
 import pytest
 import torch
-from tests.runtime.models.test_activation_checkpointing import Count
 from torch.torch_version import TorchVersion
 
 from strata_kernels import patch_model
@@ -42,6 +41,7 @@ from tests.runtime.helpers.comparable_runs import SAVED, approx, curve, file_of,
 from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_forked import ROOT, launch
 from tests.runtime.helpers.train_only import train_spec
+from tests.runtime.models.activations.test_activation_checkpointing import Count
 
 # Frozen weights of four bits: framework, strategy, processes, adapter, settings of `training`, options of the strategy.
 FOUR_BITS = {
