@@ -370,8 +370,17 @@ class VoxtralProcessor(AudioProcessor):
         return [self.placeholder * (self._size(sound) * frames // self._FRAMES) for sound in opened]  # type: ignore[operator]
 
     def _features(self, samples: list[Any]) -> dict[str, Any]:
-        options = dict(self._processor.audio_kwargs)
-        return {"input_features": self._processor._retrieve_input_features(samples, **options)}
+        # Not read from the processor: where its defaults are depends on the version of transformers.
+        features = self._processor._retrieve_input_features(
+            samples,
+            max_source_positions=self._extractor.nb_max_frames,
+            pad_to_multiple_of=self._extractor.n_samples,
+            sampling_rate=self._rate,
+            padding=True,
+            truncation=False,
+            return_tensors="pt",
+        )
+        return {"input_features": features}
 
 
 # In the order in which they are asked. A model that takes both is one of images.

@@ -244,7 +244,11 @@ def test_the_console_of_a_run_has_no_line_of_its_import():
 @needed
 def test_a_version_that_would_convert_packed_weights_is_refused(output, monkeypatch):
     spec = nf4(make_spec(output, "converted", "torch", "fsdp", 2, "lora"))
-    converted = spec.model_copy(update={"parallel": Fsdp(type="fsdp", compute_dtype="bfloat16")})
+    # `auto` is bfloat16 on a GPU, where nothing would be converted.
+    weights = spec.model.model_copy(update={"dtype": "float32"})
+    parallel = Fsdp(type="fsdp", compute_dtype="bfloat16")
+    converted = spec.model_copy(update={"model": weights, "parallel": parallel})
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.15.0+cu130"))
     require_packages(converted)
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
     require_packages(spec)
