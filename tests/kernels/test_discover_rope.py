@@ -1,9 +1,12 @@
 """Rotations of families without a row: which functions are proven to be rope, and in which modules."""
 
+from functools import wraps
+
 import pytest
 import torch
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2_vl import modeling_qwen2_vl
+from transformers.utils.deprecation import deprecate_kwarg
 
 from strata_kernels import patch_model
 from strata_kernels.patch.forwards import ROTATIONS
@@ -68,6 +71,39 @@ def test_learned_angles(monkeypatch) -> None:
 
 class Indexer(modeling_llama.LlamaAttention):
     """What is no attention may rotate tensors of any shape."""
+
+
+@pytest.mark.parametrize("family", ["llama", "not_llama"])
+def test_an_attention_inside_of_a_decorator_keeps_it(monkeypatch, family) -> None:
+    """As those of transformers from 5.24 on, with a row and without."""
+    attention = modeling_llama.LlamaAttention
+    renamed = deprecate_kwarg("old", "99.0", new_name="position_embeddings")
+    monkeypatch.setattr(attention, "forward", renamed(renamed(attention.forward)))
+    model = other_family()
+    model.config.model_type = family
+    assert len(patch_model(model).replaced["rope"]) == 2
+    layer, x = model.model.layers[0].self_attn, torch.randn(1, 3, model.config.hidden_size)
+    angles = model.model.rotary_emb(x, torch.arange(3)[None])
+    with pytest.warns(FutureWarning, match="`old` is deprecated"):
+        given = layer(x, attention_mask=None, old=angles)[0]
+    torch.testing.assert_close(given, layer(x, attention_mask=None, position_embeddings=angles)[0], atol=0, rtol=0)
+
+
+def test_a_decorator_that_calls_by_another_way_keeps_its_own_code(monkeypatch) -> None:
+    attention = modeling_llama.LlamaAttention
+    called = [attention.forward]
+
+    @wraps(attention.forward)
+    def forward(self, *args, **kwargs):
+        return called[0](self, *args, **kwargs)
+
+    forward.__globals__["__name__"], name = modeling_llama.__name__, forward.__globals__["__name__"]
+    try:
+        monkeypatch.setattr(attention, "forward", forward)
+        kept = patch_model(other_family()).kept["rope"]
+    finally:
+        forward.__globals__["__name__"] = name
+    assert "inside of a decorator that calls it in an unknown way" in kept[0]
 
 
 def test_only_attention_rotates() -> None:

@@ -190,7 +190,9 @@ class _Output(dict[str, Any]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self.get(name, f"the {name} of the body")
+        # From 5.24 on, outputs of transformers have one under all of these names.
+        found = "cache" if name in ("past_key_values", "cache_params") else name
+        return self.get(name, f"the {found} of the body")
 
     def __getitem__(self, key: Any) -> Any:
         # As outputs of transformers, which are tuples too.

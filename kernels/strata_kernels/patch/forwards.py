@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from functools import partial, wraps
 from importlib import import_module
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -108,7 +108,7 @@ def with_rope(original: Forward, rotation: Rope) -> Forward:
     others, which the module did not have, so that no other model is touched.
     """
     function = inspect.unwrap(original)
-    assert isinstance(function, FunctionType), original
+    assert is_inside_decorators(original), original
     fused = {name: f"_strata_{kind}_{name}" for name, kind in rotation.functions}
     assert fused.keys() <= set(function.__code__.co_names), original
     for name, kind in rotation.functions:
@@ -122,7 +122,44 @@ def with_rope(original: Forward, rotation: Rope) -> Forward:
         function.__closure__,
     )
     forward.__kwdefaults__ = function.__kwdefaults__
-    return wraps(function, assigned=("__module__", "__doc__", "__qualname__", "__annotations__"))(forward)
+    wraps(function, assigned=("__module__", "__doc__", "__qualname__", "__annotations__"))(forward)
+    return _inside_decorators(original, forward)
+
+
+def is_inside_decorators(function: Forward) -> bool:
+    """Whether each decorator of `function`, if it has any, calls what it decorates from its closure alone."""
+    while (wrapped := getattr(function, "__wrapped__", None)) is not None:
+        if (
+            not isinstance(function, FunctionType)
+            or sum(_holds(cell, wrapped) for cell in function.__closure__ or ()) != 1
+        ):
+            return False
+        function = wrapped
+    return isinstance(function, FunctionType)
+
+
+def _holds(cell: CellType, function: Any) -> bool:
+    try:
+        return cell.cell_contents is function
+    except ValueError:
+        # An empty one.
+        return False
+
+
+def _inside_decorators(original: Any, forward: Forward) -> Forward:
+    """`forward` in the place of the function inside of the decorators of `original`: copies of theirs call it.
+
+    From 5.24 on, transformers decorates the forward of an attention to rename an argument.
+    """
+    wrapped = getattr(original, "__wrapped__", None)
+    if wrapped is None:
+        return forward
+    inside = _inside_decorators(wrapped, forward)
+    cells = tuple(CellType(inside) if _holds(cell, wrapped) else cell for cell in original.__closure__)
+    decorator = FunctionType(original.__code__, original.__globals__, original.__name__, original.__defaults__, cells)
+    decorator.__kwdefaults__ = original.__kwdefaults__
+    decorated: Forward = wraps(inside)(decorator)
+    return decorated
 
 
 def _halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:

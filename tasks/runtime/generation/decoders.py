@@ -11,7 +11,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from inspect import signature
 from itertools import chain
 from typing import Any
 
@@ -24,6 +23,7 @@ from transformers.cache_utils import DynamicLayer
 from tasks.runtime.models.attention.packing_support import SUPPORTS_PACKING
 from tasks.runtime.models.attention.recurrent_layers import recurrent_layers
 from tasks.runtime.models.attention.varlen_attention import unsupported_reason
+from tasks.runtime.models.cache_names import cache_name
 
 log = logging.getLogger(__name__)
 
@@ -227,9 +227,7 @@ class _StaticCache(Cache):
 
 def last_logits(model: PreTrainedModel, cache: Cache, **inputs: Any) -> Tensor:
     """The logits of each row's last token: [B, V]."""
-    # Mamba 2 calls it otherwise.
-    name = "cache_params" if "cache_params" in signature(model.forward).parameters else "past_key_values"
-    output: Any = model(**inputs, **{name: cache}, use_cache=True, logits_to_keep=1)
+    output: Any = model(**inputs, **{cache_name(model.forward): cache}, use_cache=True, logits_to_keep=1)
     logits: Tensor = output.logits[:, -1]
     return logits
 

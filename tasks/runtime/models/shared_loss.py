@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from inspect import signature
 from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
+
+from tasks.runtime.models.cache_names import cache_name
 
 
 def _qwen2_audio(
@@ -22,12 +25,13 @@ def _qwen2_audio(
     attention_mask: Any = None,
     feature_attention_mask: Any = None,
     position_ids: Any = None,
-    past_key_values: Any = None,
     inputs_embeds: Any = None,
     labels: Any = None,
     use_cache: bool | None = None,
     **kwargs: Any,
 ) -> CausalLMOutputWithPast:
+    name = cache_name(self.model.forward)
+    past = {name: kwargs.pop(name, None)}
     # Its processor expands the tokens of audio, so that labels stay where they are.
     outputs = self.model(
         input_ids=input_ids,
@@ -35,9 +39,9 @@ def _qwen2_audio(
         attention_mask=attention_mask,
         feature_attention_mask=feature_attention_mask,
         position_ids=position_ids,
-        past_key_values=past_key_values,
         inputs_embeds=inputs_embeds,
         use_cache=use_cache,
+        **past,
         **kwargs,
     )
     logits = self.lm_head(outputs.last_hidden_state)
@@ -47,9 +51,9 @@ def _qwen2_audio(
     return CausalLMOutputWithPast(
         loss=loss,
         logits=logits,
-        past_key_values=outputs.past_key_values,
         hidden_states=outputs.hidden_states,
         attentions=outputs.attentions,
+        **{name: outputs.get(name)},
     )
 
 
@@ -66,4 +70,7 @@ def share_loss(model: PreTrainedModel) -> None:
 @cache
 def _with_shared_loss(cls: Any) -> Any:
     # Folders of the model have the name of its class, and so do logs.
-    return type(cls.__name__, (cls,), {"forward": can_return_tuple(_FORWARDS[cls.__name__]), "__module__": __name__})
+    forward: Any = can_return_tuple(_FORWARDS[cls.__name__])
+    # Generation looks for the name of the cache there.
+    forward.__signature__ = signature(cls.forward)
+    return type(cls.__name__, (cls,), {"forward": forward, "__module__": __name__})

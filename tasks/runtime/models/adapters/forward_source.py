@@ -23,7 +23,7 @@ def usual_forward(  # type: ignore[no-untyped-def]  # pragma: no cover - it is r
     position_embeddings=None,
     **kwargs,
 ):
-    """The forward pass of transformers' LlamaDecoderLayer, for comparison."""
+    """The forward pass of transformers' LlamaDecoderLayer, for comparison. From 5.24 on it calls the cache `cache`."""
     residual = hidden_states
     hidden_states = self.input_layernorm(hidden_states)
     hidden_states, _ = self.self_attn(
@@ -57,7 +57,9 @@ def _parts(function: Any) -> tuple[list[str], list[str]]:
     further = [argument.arg for argument in (arguments.vararg, arguments.kwarg) if argument]
     defaults = [ast.unparse(value) for value in arguments.defaults]
     body = function.body[ast.get_docstring(function) is not None :]
-    return [*named, "*", *further, *defaults], [ast.unparse(statement) for statement in body]
+    written = [ast.unparse(statement).replace("past_key_values", "cache") for statement in body]
+    named = [name.replace("past_key_values", "cache") for name in named]
+    return [*named, "*", *further, *defaults], written
 
 
 @cache

@@ -33,7 +33,6 @@ from tasks.runtime.models.adapters.forward_source import (
     calls_with_one_input,
     ends_with_o_proj,
     has_usual_forward,
-    usual_forward,
 )
 from tasks.runtime.models.float8 import Float8FrozenLinear
 
@@ -179,7 +178,7 @@ def _is_usual(layer: Any) -> bool:
 def _fused_decoder_layer(cls: Any) -> Any:
     """The subclass of a decoder layer's class that is written as `usual_forward`."""
     original: Callable[..., Tensor] = cls.forward
-    defaults = {name: p.default for name, p in list(inspect.signature(usual_forward).parameters.items())[2:-1]}
+    defaults = {name: p.default for name, p in list(inspect.signature(original).parameters.items())[2:-1]}
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or torch.compiler.is_compiling() or has_mode() or not _adds_by_parts(self):

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
+from tasks.runtime.models.cache_names import has_cache
 from tasks.runtime.models.position_hook import on_positions
 
 # The shortest sequence of a call, as a part of the longest.
@@ -35,8 +36,6 @@ _STATE_NAMES = frozenset({"A_log", "slope_rate"})
 _OF_PACKED_ROWS = frozenset(
     {"cu_seqlens", "late_cu_seqlens", "max_seqlen", "sequence_starts", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"}
 )
-# Arguments that hold the state of earlier calls, in generation.
-_CACHES = ("cache_params", "past_key_values", "past_key_value")
 
 
 class _FastPath(NamedTuple):
@@ -186,7 +185,7 @@ def _similar(lengths: Tensor) -> list[Tensor]:
 
 def _forward(layout: _Layout, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`forward` of a recurrent layer, once for each group of sequences."""
-    if any(kwargs.get(name) is not None for name in _CACHES):
+    if has_cache(kwargs):
         return forward(*args, **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in _OF_PACKED_ROWS}
     if not layout.groups:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tasks.runtime.models.attention.attention_choice import VARLEN
+from tasks.runtime.models.cache_names import has_cache
 from tasks.runtime.models.position_hook import on_positions
 
 # Families whose masks ignore positions, and whether their flash attention gets them.
@@ -60,7 +61,7 @@ class _Masks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """A hook before the forward pass of a layer: it attends inside of sequences only."""
         without_masks = _is_flash(self.model) or self.model.config._attn_implementation == VARLEN
-        if self.positions is None or kwargs.get("past_key_values") is not None or without_masks:
+        if self.positions is None or has_cache(kwargs) or without_masks:
             return None
         mask = kwargs.get("attention_mask")
         # The mask is kept beside the new one, so that no other gets its id.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from tasks.runtime.models.cache_names import has_cache
 from tasks.runtime.models.position_hook import on_inputs
 
 
@@ -79,7 +80,7 @@ class _Masks:
         """A hook before the forward pass of the language model. Without positions or types, and for generation, the
         masks stay those of transformers.
         """
-        if self.positions is None or self.types is None or kwargs.get("past_key_values") is not None:
+        if self.positions is None or self.types is None or has_cache(kwargs):
             return None
         config: Any = self.model.config.get_text_config()
         window = getattr(config, "sliding_window", None)

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from strata_platform.spec.sections.training import Training
 from tasks.runtime.models.activations.activation_checkpointing import checkpoint_activations
 from tasks.runtime.models.attention.packing_support import supports_packing
-from tasks.runtime.models.attention.sequence_masks import MASKS_WITHOUT_POSITIONS, mask_sequences
+from tasks.runtime.models.attention.sequence_masks import MASKS_WITHOUT_POSITIONS, _Masks, mask_sequences
 from tasks.runtime.models.build import support_packed_rows
+from tasks.runtime.models.cache_names import CACHE_NAMES
 from tests.runtime.helpers.hybrid_families import (
     MASKED,
     POSITIONS,
@@ -47,6 +49,16 @@ def test_rows_of_one_sequence_and_generation_are_unchanged():
     assert torch.equal(model(input_ids=TOKENS, position_ids=positions).logits, expected[0])
     assert torch.equal(model(input_ids=TOKENS).logits, expected[0])
     assert torch.equal(model.generate(TOKENS[:, :9], **options), expected[1])
+
+
+@pytest.mark.parametrize("name", CACHE_NAMES)
+def test_a_layer_that_continues_texts_keeps_its_mask(name):
+    """Under each name that a version of transformers gives the cache."""
+    masks = _Masks(build_family("gpt_oss"))
+    masks.read(POSITIONS)
+    given = {"attention_mask": None, name: None}
+    assert masks.restrict(masks.model, (), given) is not None
+    assert masks.restrict(masks.model, (), given | {name: DynamicCache()}) is None
 
 
 @pytest.mark.parametrize(("family", "hooked"), [("gpt_oss", True), ("granitemoehybrid", False)])

@@ -27,16 +27,16 @@ def row(texts):
 
 def transformers_masks(family, types):
     config = AutoConfig.for_model("gemma3_text", sliding_window=WINDOW, vocab_size=8, attn_implementation="sdpa")
-    common = {"config": config, "inputs_embeds": torch.zeros(*types.shape, 4), "attention_mask": None,
-              "past_key_values": None, "position_ids": torch.arange(types.shape[1])[None]}  # fmt: skip
+    # By position: the name of the cache, which is None as the mask is, depends on the version.
+    common = (config, torch.zeros(*types.shape, 4), None, None, torch.arange(types.shape[1])[None])
     if family == "paligemma":
         blocks = torch.where(types == 0, 0, -1)
         return {
-            "full_attention": create_causal_mask(**common, block_sequence_ids=blocks),
-            "sliding_attention": create_sliding_window_causal_mask(**common, block_sequence_ids=blocks),
+            "full_attention": create_causal_mask(*common, block_sequence_ids=blocks),
+            "sliding_attention": create_sliding_window_causal_mask(*common, block_sequence_ids=blocks),
         }
     make = gemma3_masks if family == "gemma3" else gemma4_masks
-    return make(**common, block_sequence_ids=get_block_sequence_ids_for_mask(types))
+    return make(*common, block_sequence_ids=get_block_sequence_ids_for_mask(types))
 
 
 @pytest.mark.parametrize("family", _FAMILIES)
