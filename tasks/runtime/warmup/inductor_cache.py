@@ -41,7 +41,7 @@ IN_IMAGE = "graphs"
 _OURS = "strata-"
 # Name of PyTorch's default folder, which it also puts into the environment. Any user could have created it.
 _BY_ITSELF = "torchinductor_"
-_LAYERS = Path(__file__).parents[1] / "models" / "activation_checkpointing.py"
+_LAYERS = Path(__file__).parents[1] / "models" / "activations" / "activation_checkpointing.py"
 _ARCHIVES = f"{_OURS}graphs"
 _POD_LIMIT = 1 << 30
 # Steps after which no process compiles any more: a process starts its second step after all have finished the first.
