@@ -13,7 +13,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "strata_kernels.auto needs transformers, which strata-kernels does not install: "
-        "pip install 'transformers>=5.17,<5.24'"
+        "pip install 'transformers>=5.17,<5.25'"
     ) from error
 
 _log = logging.getLogger(__name__)

@@ -43,4 +43,4 @@ except ImportError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "pip install 'transformers>=5.17,<5.24'" in done.stdout
+    assert "pip install 'transformers>=5.17,<5.25'" in done.stdout

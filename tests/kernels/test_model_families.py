@@ -35,6 +35,11 @@ OTHERS = (
 )  # fmt: skip
 
 
+def skip_if_broken(family: str) -> None:
+    if (family, transformers.__version__) == ("llama4", "5.24.0"):
+        pytest.skip("its forward pass in transformers 5.24.0 reads a field that its output does not have")
+
+
 def step_on_text(model: nn.Module) -> dict[str, torch.Tensor]:
     """Loss, and logits or hidden states."""
     tokens = torch.randint(3, VOCABULARY, (2, 13), generator=torch.Generator().manual_seed(0)).to(model.device)
@@ -70,6 +75,7 @@ def test_no_type_has_two_rows() -> None:
 def test_type(model_type, device) -> None:
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    skip_if_broken(model_type)
     report = assert_equal_when_patched(build_tiny(model_type).to(device), step_on_text)
     if model_type in OTHERS:
         assert report.by_structure and not report.unsupported
@@ -80,6 +86,7 @@ def test_type(model_type, device) -> None:
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 @pytest.mark.parametrize("family", vision_models.FAMILIES)
 def test_type_with_an_image(family, tmp_path, device) -> None:
+    skip_if_broken(family)
     vision_models.FAMILIES[family](tmp_path)
     model = with_random_weights(AutoModelForImageTextToText.from_pretrained(tmp_path)).train()
     inputs = vision_models.inputs_of(AutoProcessor.from_pretrained(tmp_path), [picture("cross", random.Random(0))])

@@ -46,7 +46,7 @@ def fused_in(model_type: str) -> str:
     try:
         import transformers
     except ImportError as error:
-        raise ImportError("models of transformers need it: pip install 'transformers>=5.17,<5.24'") from error
+        raise ImportError("models of transformers need it: pip install 'transformers>=5.17,<5.25'") from error
     transformers.logging.set_verbosity_error()
     try:
         config = transformers.AutoConfig.for_model(model_type)

@@ -193,6 +193,6 @@ def _transformers() -> Any:
     except ImportError as error:
         raise ImportError(
             "planning a model needs transformers, which strata-kernels does not install: "
-            "pip install 'transformers>=5.17,<5.24', or use a saved plan"
+            "pip install 'transformers>=5.17,<5.25', or use a saved plan"
         ) from error
     return transformers

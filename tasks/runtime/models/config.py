@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig
 
 from strata_platform.model_config import require_sizes
@@ -39,6 +40,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
+# Families whose forward pass ends with an error in a version of transformers, whatever it is given.
+BROKEN_IN = {"llama4": "5.24.0"}
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -62,7 +66,7 @@ def load_config(model: Model) -> PretrainedConfig:
     A process reads the same configuration once, and again if the file in a local folder changes. You get a copy.
 
     Raises:
-        ValueError: the configuration cannot be read.
+        ValueError: the configuration cannot be read, or the installed version of transformers cannot run the family.
         Unreachable: the Hub does not answer.
     """
     if model.name in PRESETS:
@@ -93,7 +97,12 @@ def _read_config(name: str, revision: str | None, modified: int | None) -> Pretr
     with readable(name):
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
         require_sizes(config.to_dict(), "config.json")
-        return config
+    if BROKEN_IN.get(config.model_type) == transformers.__version__:
+        raise ValueError(
+            f"model.name {name!r}: {config.model_type} does not run with transformers {transformers.__version__}: "
+            "each of its forward passes fails; install another version"
+        )
+    return config
 
 
 def attention_of(model: Model) -> str:

@@ -6,6 +6,7 @@ from typing import get_args
 
 import pytest
 import torch
+import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -257,3 +258,10 @@ def test_a_process_reads_a_configuration_once(tmp_path, monkeypatch):
     assert (load_config(model).vocab_size, len(reads)) == (11, 1)
     LlamaConfig(vocab_size=13).save_pretrained(tmp_path)
     assert (load_config(model).vocab_size, len(reads)) == (13, 2)
+
+
+def test_a_family_that_a_version_of_transformers_breaks_is_refused_before_its_weights_are_read(tmp_path, monkeypatch):
+    AutoConfig.for_model("llama4").save_pretrained(tmp_path)
+    monkeypatch.setattr(transformers, "__version__", "5.24.0")
+    with pytest.raises(ValueError, match=r"llama4 does not run with transformers 5\.24\.0.*; install another version"):
+        load_config(Model(name=str(tmp_path)))

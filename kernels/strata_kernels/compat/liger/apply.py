@@ -27,7 +27,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "liger_kernel.transformers patches models of transformers, which is not installed: "
-        "pip install 'transformers>=5.17,<5.24'"
+        "pip install 'transformers>=5.17,<5.25'"
     ) from error
 
 _log = logging.getLogger(__name__)

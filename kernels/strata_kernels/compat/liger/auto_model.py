@@ -11,7 +11,7 @@ try:
     import transformers
 except ImportError as error:
     raise ImportError(
-        "AutoLigerKernelForCausalLM needs transformers: pip install 'transformers>=5.17,<5.24'"
+        "AutoLigerKernelForCausalLM needs transformers: pip install 'transformers>=5.17,<5.25'"
     ) from error
 
 
