@@ -1,6 +1,7 @@
 """The loss of routers is that of all tokens of a step at once, as transformers computes it, however a step is split."""
 
 import copy
+import inspect
 from types import FunctionType, SimpleNamespace
 
 import pytest
@@ -136,8 +137,7 @@ def test_counting_draws_no_random_number_and_leaves_the_model_as_it_is(spec, mod
 
 
 def test_a_model_without_the_formula_adds_its_own(model):
-    own = type(model).forward
-    own = own.__wrapped__ if hasattr(own, "__wrapped__") else own
+    own = inspect.unwrap(type(model).forward)
     scope = {"load_balancing_loss_func": lambda logits, *_: sum(each.mean() for each in logits)}
     other = copy.deepcopy(model)
     other.__class__ = type("Other", (type(model),), {"forward": FunctionType(own.__code__, scope)})
