@@ -73,10 +73,18 @@ def before_processes(pods: Iterable[Object], workloads: Sequence[Object], events
     return found
 
 
-def of_record(record: Mapping[str, Any]) -> list[Event]:
-    """The ends of the phases that the processes measured; [] for records of earlier versions."""
+def of_record(record: Mapping[str, Any], before: Iterable[Event]) -> list[Event]:
+    """The ends of the phases that the processes measured; [] for records of earlier versions.
+
+    Args:
+        before: What Kubernetes recorded, in whole seconds. Its container may have started a moment after the process:
+            then the phases begin there.
+    """
     at, found = record.get("begun"), []
     if at is not None:
+        started = max((event.time for event in before if event.reason == REASON), default=at)
+        # More than moments are between the starts of two pods.
+        at = started if at < started < at + 2 else at
         for phase, seconds in record["startup"].items():
             at += seconds
             found.append(Event(at, REASON, f"{phase}: {seconds:.2f} s"))

@@ -201,12 +201,12 @@ class FlyteBackend:
         """Flyte's phases of the execution, what Kubernetes and Kueue recorded, and where its start went."""
         execution = self._newest(name)
         found = events_of(execution)
+        found += cold_start.recorded_events(self._kubernetes(), execution.id.name)
         if phase_of(execution) is Phase.SUCCEEDED:
             try:
-                found += cold_start.of_record(self._record(execution))
+                found += cold_start.of_record(self._record(execution), found)
             except BackendError as error:
                 log.warning("where the time of the start went is not known: %s", error)
-        found += cold_start.recorded_events(self._kubernetes(), execution.id.name)
         return sorted(found, key=lambda event: event.time)
 
     def cancel(self, name: str) -> None:

@@ -308,7 +308,7 @@ class KubernetesBackend:
         if run.phase is Phase.SUCCEEDED:
             try:
                 record = record_of(self._namespace(), self._namespace().pods(job["metadata"]["name"]))
-                found += cold_start.of_record(record or {})
+                found += cold_start.of_record(record or {}, found)
             except BackendError as error:
                 log.warning("where the time of the start went is not known: %s", error)
         return sorted(found, key=lambda event: event.time)

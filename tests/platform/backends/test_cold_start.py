@@ -129,6 +129,16 @@ def test_the_phases_before_the_first_process_are_those_of_the_objects(case):
         assert found[-1].time == datetime.fromisoformat(begun).timestamp()
 
 
+def test_the_phases_of_processes_follow_the_start_of_their_container():
+    pods, workloads, events, _ = CASES["a sidecar whose name is first"]
+    before = cold_start.before_processes(pods, workloads, events)
+    record = {"begun": before[-1].time - 0.02, "startup": {"code": 0.01, "imports": 3.0}}
+    found = sorted([*before, *cold_start.of_record(record, before)], key=lambda event: event.time)
+    assert [event.message.partition(":")[0] for event in found[-3:]] == ["container", "code", "imports"]
+    # Those of an earlier start do not move them.
+    assert cold_start.of_record({**record, "begun": before[-1].time + 5}, before)[0].time == before[-1].time + 5.01
+
+
 def test_an_event_that_was_seen_again_has_the_time_of_the_last_one():
     finished = [event for event in EVENTS if event["reason"] == "FinishedWorkload"]
     # Kueue's events have no lastTimestamp, and those that are seen again are counted as a series.
