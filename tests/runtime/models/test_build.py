@@ -104,7 +104,8 @@ def test_what_a_family_keeps_in_fp32_is_fp32_on_every_process_and_after_a_restar
     built = build_model(spec.model, spec.seed)
     empty = build_model_on_meta(spec.model)
     assert set(dtypes_of(built).values()) == {torch.bfloat16, torch.float32}
-    assert dtypes_of(empty) != dtypes_of(built)
+    # From 5.24 on, transformers knows the dtypes of a model without weights, too.
+    assert dtypes_of(empty) != dtypes_of(built) or transformers.__version__ >= "5.24"
     set_dtypes(empty, dtypes_of(built))
     assert dtypes_of(empty) == dtypes_of(build_saved_model(save(built, tmp_path))) == dtypes_of(built)
 

@@ -11,6 +11,7 @@ import logging
 from typing import Any
 
 import torch
+import transformers
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -106,10 +107,23 @@ def require_packing_support(model: PreTrainedModel, spec: RunSpec) -> None:
 
 
 def _require_positions_of_sequences(config: PretrainedConfig, spec: RunSpec) -> None:
-    """Raises ValueError if layers scale attention by places in a row, as Llama 4's do from `floor_scale` on."""
+    """Raises ValueError if layers scale attention by places in a row, as Llama 4's do from `floor_scale` on, or if
+    transformers counts the chunks of attention from the start of a row.
+    """
     text = config.get_text_config()
+    if not _shares_rows(spec.data, spec.objective):
+        return
+    chunk = getattr(text, "attention_chunk_size", None)
+    old = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
+    if old and chunk is not None and spec.data.sequence_length > chunk:
+        raise ValueError(
+            f"data.sequence_length {spec.data.sequence_length}: model.name {spec.model.name!r} attends in chunks of "
+            f"{chunk} tokens (attention_chunk_size), which transformers {transformers.__version__} counts from the "
+            "start of a row, not of its sequences; install transformers 5.23 or newer, set data.sequence_length to at "
+            f"most {chunk}, or data.packing to false"
+        )
     least = getattr(text, "floor_scale", None) if getattr(text, "attn_temperature_tuning", False) else None
-    if least is not None and _shares_rows(spec.data, spec.objective) and spec.data.sequence_length >= least:
+    if least is not None and spec.data.sequence_length >= least:
         raise ValueError(
             f"data.sequence_length {spec.data.sequence_length}: model.name {spec.model.name!r} scales attention by "
             f"places in a row, not in its sequences, from {least} on (floor_scale); set data.sequence_length to at "

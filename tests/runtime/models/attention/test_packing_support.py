@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -178,6 +179,31 @@ def test_a_configuration_without_a_small_model_is_left_to_the_real_one(tmp_path)
     config = Mamba2Config()
     assert _small_model(config) is None
     require_planned_packing_support(RunSpec.model_validate({"model": folder_of(tmp_path, config)}))
+
+
+@pytest.mark.parametrize(
+    ("version", "length", "packing", "refused"),
+    [
+        ("5.22.2", 16, True, False),
+        ("5.22.2", 17, True, True),
+        ("5.22.2", 17, False, False),
+        ("5.23.0", 17, True, False),
+    ],
+)
+def test_chunks_that_a_version_counts_from_the_start_of_a_row_are_longer(
+    tmp_path, monkeypatch, version, length, packing, refused
+):
+    sizes = {name: value for name, value in _SMALL.items() if hasattr(Llama4TextConfig(), name)}
+    Llama4TextConfig(**sizes, attention_chunk_size=16).save_pretrained(tmp_path)
+    monkeypatch.setattr(transformers, "__version__", version)
+    spec = RunSpec.model_validate(
+        {"model": {"name": str(tmp_path)}, "data": {"sequence_length": length, "packing": packing}}
+    )
+    message = (
+        r"counts from the start of a row.*install transformers 5\.23 or newer, set data.sequence_length to at most 16"
+    )
+    with pytest.raises(ValueError, match=message) if refused else nullcontext():
+        require_planned_packing_support(spec)
 
 
 @pytest.mark.parametrize(("length", "packing", "refused"), [(15, True, False), (16, True, True), (16, False, False)])

@@ -44,7 +44,11 @@ from tests.runtime.helpers.media_rows import by_number, files_of, packed
 from tests.runtime.helpers.pictures import SHAPES, picture
 
 # Of a processor, about numpy.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning",
+    # InternVL's processor of transformers before 5.23.
+    "ignore:__array_wrap__ must accept:DeprecationWarning",
+)
 # Families whose models and processors are made here from scratch.
 FAMILIES = vision_models.FAMILIES
 
@@ -151,7 +155,11 @@ def test_chats_of_a_packed_row_are_kept_apart(family):
     made = with_model_inputs(collate, model, data)
     if has_cross_attention(model.config):
         pytest.skip("tokens before an image attend to all images of a row")
-    inputs = model_inputs(made([packed(rows)]))
+    chunk = getattr(model.config.get_text_config(), "attention_chunk_size", None)
+    row = packed(rows)
+    if chunk is not None and row["input_ids"].numel() > chunk and transformers.__version__ < "5.23":
+        pytest.skip("transformers before 5.23 counts chunks from the start of a row: such rows are refused")
+    inputs = model_inputs(made([row]))
     logits = model(**inputs).logits[0]
     ends = torch.tensor([row["input_ids"].numel() for row in rows]).cumsum(0).tolist()
     apart = True
