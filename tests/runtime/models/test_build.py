@@ -263,6 +263,7 @@ def test_a_process_reads_a_configuration_once(tmp_path, monkeypatch):
 
 def test_a_family_that_a_version_of_transformers_breaks_is_refused_before_its_weights_are_read(tmp_path, monkeypatch):
     AutoConfig.for_model("llama4").save_pretrained(tmp_path)
-    monkeypatch.setattr(transformers, "__version__", "5.24.0")
+    # The module that it has: importing TRL puts another in the place of transformers.
+    monkeypatch.setattr("tasks.runtime.models.config.transformers.__version__", "5.24.0")
     with pytest.raises(ValueError, match=r"llama4 does not run with transformers 5\.24\.0.*; install another version"):
         load_config(Model(name=str(tmp_path)))

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -195,7 +194,7 @@ def test_chunks_that_a_version_counts_from_the_start_of_a_row_are_longer(
 ):
     sizes = {name: value for name, value in _SMALL.items() if hasattr(Llama4TextConfig(), name)}
     Llama4TextConfig(**sizes, attention_chunk_size=16).save_pretrained(tmp_path)
-    monkeypatch.setattr(transformers, "__version__", version)
+    monkeypatch.setattr("tasks.runtime.models.attention.packing_support.transformers.__version__", version)
     spec = RunSpec.model_validate(
         {"model": {"name": str(tmp_path)}, "data": {"sequence_length": length, "packing": packing}}
     )
