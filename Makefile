@@ -50,9 +50,9 @@ test-gpu: $(READY) ## Run the tests of kernels, and those of the runtime that ne
 	$(BIN)/python -m pytest -n 4 tests/kernels $(ARGS)
 	$(BIN)/python -m pytest -n 4 tests/runtime -m gpu $(ARGS)
 
-e2e: $(READY) ## Run the tests that need a cluster; docs/testing.md
+e2e: $(READY) ## Run the tests that need a cluster; docs/cluster-tests.md
 	@for name in KUBECONFIG FLYTECTL_CONFIG STRATA_E2E_IMAGE; do \
-		test -n "$${!name}" || { echo "error: set $$name; docs/testing.md says to what" >&2; exit 2; }; done
+		test -n "$${!name}" || { echo "error: set $$name; docs/cluster-tests.md says to what" >&2; exit 2; }; done
 	$(BIN)/python -m pytest tests/e2e $(ARGS)
 
 lint: $(READY) ## Check style, types, layering, spelling, documents and the images

@@ -1,4 +1,4 @@
-"""Tests on a cluster with everything installed, skipped where there is none; docs/testing.md says how to get one."""
+"""Tests on a cluster with everything installed, skipped without one: docs/cluster-tests.md says how to get one."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     if MISSING:
-        skip = pytest.mark.skip(reason=f"no cluster: {', '.join(MISSING)} not set; docs/testing.md")
+        skip = pytest.mark.skip(reason=f"no cluster: {', '.join(MISSING)} not set; docs/cluster-tests.md")
         for item in items:
             if "tests/e2e" in item.path.as_posix():
                 item.add_marker(skip)

@@ -122,7 +122,7 @@ def nodes(cluster):
         api.get("/apis/{}/{}".format(*JOB_SET.jobs[:2]))
     except ApiError as error:
         assert error.status == 404
-        pytest.skip("the cluster has no JobSet; docs/testing.md")
+        pytest.skip("the cluster has no JobSet; docs/cluster-tests.md")
     places = {host: labels(rack) for rack in RACKS for host in hosts(rack)}
     with configured_kueue(api, cluster), Nodes(api, places) as made, installed(api, cluster.image):
         yield made

@@ -28,7 +28,7 @@ def runs(cluster):
         cluster.custom.list_namespaced_custom_object(*JOBSETS)
     except client.ApiException as error:
         assert error.status == 404
-        pytest.skip("the cluster has no JobSet; docs/testing.md")
+        pytest.skip("the cluster has no JobSet; docs/cluster-tests.md")
     return Client(KubernetesBackend(NAMESPACE, image=cluster.image), poll=0.5)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .forwards import ROTATIONS, is_inside_decorators
+from .forwards import ROTATIONS, has_known_decorators
 from .small_copy import WIDTH, NotEqual, is_equal, seeded
 from .structure import is_own, original_class
 from .table import Rope
@@ -89,7 +89,7 @@ def prove_rope(module: nn.Module, names: tuple[str, ...], model: Any) -> Rope:
     # Others, such as the indexers of sparse attention, rotate tensors of other shapes.
     if "Attention" not in cls.__name__ or config is None:
         raise NotEqual("is no attention with a configuration")
-    if not is_inside_decorators(cls.forward):
+    if not has_known_decorators(cls.forward):
         raise NotEqual("has a forward inside of a decorator that calls it in an unknown way")
     if any(i.argval in names and i.opname != "LOAD_GLOBAL" for i in dis.get_instructions(function)):
         raise NotEqual(f"uses {' and '.join(names)} for something else than calls")

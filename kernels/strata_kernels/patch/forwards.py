@@ -108,7 +108,7 @@ def with_rope(original: Forward, rotation: Rope) -> Forward:
     others, which the module did not have, so that no other model is touched.
     """
     function = inspect.unwrap(original)
-    assert is_inside_decorators(original), original
+    assert has_known_decorators(original), original
     fused = {name: f"_strata_{kind}_{name}" for name, kind in rotation.functions}
     assert fused.keys() <= set(function.__code__.co_names), original
     for name, kind in rotation.functions:
@@ -126,7 +126,7 @@ def with_rope(original: Forward, rotation: Rope) -> Forward:
     return _inside_decorators(original, forward)
 
 
-def is_inside_decorators(function: Forward) -> bool:
+def has_known_decorators(function: Forward) -> bool:
     """Whether each decorator of `function`, if it has any, calls what it decorates from its closure alone."""
     while (wrapped := getattr(function, "__wrapped__", None)) is not None:
         if (

@@ -130,7 +130,7 @@ def alone(patience: float = 600) -> Iterator[None]:
 def build() -> None:
     """The cluster's programs and images, unless they are there."""
     if not (SCRIPTS / "build.sh").is_file():
-        raise CannotError(f"{SCRIPTS} has no build.sh; set STRATA_CLUSTER as docs/testing.md says")
+        raise CannotError(f"{SCRIPTS} has no build.sh; set STRATA_CLUSTER as docs/cluster-tests.md says")
     if os.geteuid():
         raise CannotError("only root may make namespaces and mounts")
     try:

@@ -189,6 +189,7 @@ TEACHER = {"teacher": torch.randn(LOGITS, generator=GENERATOR)}
 TEACHER_HEAD = {
     "teacher_x": torch.randn(2, 2, 6, generator=GENERATOR), "teacher_weight": torch.randn(7, 6, generator=GENERATOR),
 }  # fmt: skip
+DIFFERENT = torch.randn(7, generator=torch.Generator().manual_seed(1))
 TOP_K = {
     "first": torch.tensor([[[0], [3]], [[6], [1]]]),
     "log_probs": torch.randn(2, 2, 7, generator=GENERATOR).log_softmax(-1)[..., :3].contiguous(),
@@ -338,10 +339,12 @@ OPERATORS = {
         {"probabilities": LOGITS}, ((),), TEACHER,
     ),
     "linear_cosine_distance": Operator(
-        strata_kernels.linear_cosine_distance,
-        lambda x, w, tx, tw: 1 - torch.cosine_similarity(x @ w.t(), tx @ tw.t(), -1).mean(),
-        # Layouts of equal values make both logits parallel, where the two parts of a gradient cancel.
-        {"x": (2, 2, 8), "weight": (7, 8)}, ((),), TEACHER_HEAD, roundings=48,
+        # Layouts of equal values would make both logits parallel, where the two parts of a gradient cancel.
+        lambda *tensors: strata_kernels.linear_cosine_distance(*tensors, bias=DIFFERENT.to(tensors[0])),
+        lambda x, w, tx, tw: (
+            1 - torch.cosine_similarity(functional.linear(x, w, DIFFERENT.to(x)), tx @ tw.t(), -1).mean()
+        ),
+        {"x": (2, 2, 8), "weight": (7, 8)}, ((),), TEACHER_HEAD,
     ),
     "linear_jsd": Operator(
         strata_kernels.linear_jsd,
