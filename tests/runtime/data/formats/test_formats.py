@@ -14,7 +14,7 @@ from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import PreparedData, fingerprint, prepare
 from tasks.runtime.data.preparation.tokenizer import save_tokenizer, train_tokenizer
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[4] / "docs"
 # Calls and reasoning, too; the tokenizer's own template.
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"

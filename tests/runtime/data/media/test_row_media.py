@@ -19,7 +19,7 @@ from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import fingerprint, prepare
 from tasks.runtime.data.media.image_files import open_picture, png_of
 from tasks.runtime.data.preparation import pipeline
-from tests.runtime.data.test_formats import TEXT, forms
+from tests.runtime.data.formats.test_formats import TEXT, forms
 from tests.runtime.helpers.audio_models import qwen2_audio, tone
 from tests.runtime.helpers.media_rows import asked, files_of, prepare_rows
 from tests.runtime.helpers.vision_models import llava, qwen2_5_vl, smolvlm
