@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 # Of `nn.utils.clip_grads_with_norm_`.
 _CLIP_EPS = 1e-6
+# Numbers whose squares a CPU adds with an error of 1e-5.
+_CPU_PART = 1 << 20
 
 
 def skip_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
@@ -27,15 +30,14 @@ def skip_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
 
 
 def clip_gradients(model: nn.Module, max_norm: float, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
-    """Scale gradients down to a global norm of `max_norm` (0: no limit). Returns the norm before. A collective if the
-    parameters are sharded.
+    """Scale gradients down to a global norm of `max_norm` (0: no limit). Returns the norm before, an fp32 scalar. A
+    collective if the parameters are sharded.
 
     An `optimizer` with a `gradient_scale` scales them itself in its next step, with the same bits.
     """
     learned = by_mesh([parameter for parameter in model.parameters() if parameter.grad is not None])
     gradients = [[p.grad for p in alike if p.grad is not None] for alike in learned]
-    norms = [nn.utils.get_total_norm(alike) for alike in gradients]
-    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    norms = [_total_norm(alike) for alike in gradients]
     total = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
     if max_norm and optimizer is not None and hasattr(optimizer, "gradient_scale"):
         optimizer.gradient_scale = clip_factor(total, max_norm).to(optimizer.param_groups[0]["params"][0].device)
@@ -43,6 +45,39 @@ def clip_gradients(model: nn.Module, max_norm: float, optimizer: torch.optim.Opt
     for alike in learned if max_norm else ():
         nn.utils.clip_grads_with_norm_(alike, max_norm, total)
     return total
+
+
+def _total_norm(gradients: list[Tensor]) -> Tensor:
+    """As `nn.utils.get_total_norm`, of plain tensors or of DTensors of one mesh, but summed and returned in fp32.
+
+    PyTorch's is off by up to 0.4 % for bf16 gradients, whose norm it rounds to bf16, and by 1 % for 100 million numbers
+    on a CPU, which adds them one after another.
+    """
+    if not isinstance(gradients[0], DTensor):
+        return torch.stack(_norms(gradients)).norm()
+    squares = []
+    for placements, alike in _by_placements(gradients).items():
+        square = torch.stack(_norms([gradient.to_local() for gradient in alike])).square().sum()
+        for dimension, placement in enumerate(placements):
+            if not placement.is_replicate():
+                dist.all_reduce(square, group=alike[0].device_mesh.get_group(dimension))
+        squares.append(square)
+    return torch.stack(squares).sum().sqrt()
+
+
+def _by_placements(gradients: list[Tensor]) -> dict[tuple[Placement, ...], list[DTensor]]:
+    lists: dict[tuple[Placement, ...], list[DTensor]] = {}
+    for gradient in gradients:
+        assert isinstance(gradient, DTensor) and not any(placement.is_partial() for placement in gradient.placements)
+        lists.setdefault(tuple(gradient.placements), []).append(gradient)
+    return lists
+
+
+def _norms(tensors: list[Tensor]) -> list[Tensor]:
+    """Norms of the tensors, or of their parts, in fp32."""
+    if tensors[0].device.type == "cpu":
+        tensors = [part for tensor in tensors for part in tensor.reshape(-1).split(_CPU_PART)]
+    return list(torch._foreach_norm(tensors, 2, torch.float32))
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

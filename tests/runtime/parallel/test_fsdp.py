@@ -25,3 +25,8 @@ def test_weights_that_learn_in_another_type_are_refused():
 def test_weights_gathered_in_fp8_have_the_bits_of_a_cast_after_gathering():
     """Of trained and frozen weights, in both dtypes, recomputed or not, in two processes; fewer bytes are sent."""
     launch(module="tests.runtime.helpers.gathered_float8")
+
+
+def test_the_norm_of_sharded_gradients_is_not_rounded_to_their_type():
+    """Of all placements on two dimensions of a mesh, in four processes."""
+    launch(module="tests.runtime.helpers.sharded_norm")
