@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.process_cost import leave
+
 # Nothing reaches a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Tests run side by side: threads that wait for each other on a busy core cost more than they bring.
@@ -64,6 +66,13 @@ def pytest_collection_finish() -> None:
 def pytest_sessionfinish() -> None:
     """Extension modules look for leaks at the end of the interpreter."""
     gc.unfreeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """A worker has told all by now."""
+    if hasattr(config, "workerinput"):
+        leave(0)
 
 
 @pytest.fixture(autouse=True)

@@ -35,6 +35,8 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
+from tests.helpers.process_cost import leave
+
 ROOT = Path(__file__).parents[2]
 # What is read when it is needed, and by no import.
 MAY_DIFFER = re.compile(
@@ -293,6 +295,24 @@ def become(payload, standard):
         runpy._run_module_as_main(what)
 
 
+def exit_code(function, *arguments):
+    """Call it; returns what a program that does so exits with, and has said what the interpreter says then."""
+    try:
+        function(*arguments)
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr)
+            return 1
+        return end.code or 0
+    # The interpreter ends itself by the signal.
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
 def preload(module, function):
     """Import what most of the programs do."""
     gc.disable()
@@ -310,5 +330,5 @@ if __name__ == "__main__":
     # Kept, because a fork has another module of this name.
     this = sys.modules["__main__"]
     preload(*sys.argv[2].split(":"))
-    if (request := serve(socket.socket(fileno=int(sys.argv[1])))) is not None:
-        become(*request)
+    request = serve(socket.socket(fileno=int(sys.argv[1])))
+    leave(exit_code(become, *request) if request else 0)
