@@ -35,7 +35,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from tests.helpers.process_cost import leave
+from tests.helpers.process_cost import collect_seldom, leave
 
 ROOT = Path(__file__).parents[2]
 # What is read when it is needed, and by no import.
@@ -317,6 +317,7 @@ def preload(module, function):
     """Import what most of the programs do."""
     gc.disable()
     getattr(import_module(module), function)()
+    collect_seldom()
     gc.enable()
     gc.collect()
     # The collector of a fork would walk and thereby copy all that is loaded by now, at the end for three seconds.
