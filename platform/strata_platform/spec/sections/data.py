@@ -81,7 +81,9 @@ class Reading(Section):
     document_separator: Text | None = Field(
         None, description="Text that divides the documents of a text file, such as `<|endoftext|>`."
     )
-    subset: Text | None = Field(None, description="Configuration name of a Hub data set.")
+    subset: Text | None = Field(
+        None, description="Configuration of a Hub data set, or of a folder whose card lists some."
+    )
     split: Text = Field(
         "train", description="Split to train on, of a Hub data set or a folder whose files name splits."
     )

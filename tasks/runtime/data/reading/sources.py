@@ -26,6 +26,13 @@ from strata_platform.redact import redacted
 from strata_platform.spec import DataRecipe
 from strata_platform.spec.sections.data import BUILTIN_SOURCES, COMPRESSIONS, EXTENSIONS, Data
 from tasks.runtime.data.reading import python_docs
+from tasks.runtime.data.reading.dataset_card import (
+    CARD,
+    choose_configuration,
+    files_of_configuration,
+    is_below,
+    read_configurations,
+)
 from tasks.runtime.data.reading.readers import extension, is_text, naming_file, read
 from tasks.runtime.data.reading.rows import Row, suggestion
 from tasks.runtime.data.reading.splits import abbreviate, files_of_split, is_data_file, split_name
@@ -75,8 +82,8 @@ def open_source(recipe: DataRecipe) -> Source:
         _warn_of_text_fields(data)
         return PythonDocs(seed=recipe.seed)
     if all(_names_files(name) for name in names):
-        files = Files.find(names, data.split, TextDocuments(data.documents, data.document_separator))
-        _warn_of_hub_fields(data, split=not files.splits)
+        files = Files.find(names, data.split, TextDocuments(data.documents, data.document_separator), data.subset)
+        _warn_of_hub_fields(data, split=not files.splits, subset=not files.configured)
         if not any(is_text(path) for _, path in files.found):
             _warn_of_text_fields(data)
         return files
@@ -117,14 +124,17 @@ class Files:
     """Whether the files' names contain splits."""
     texts: TextDocuments = WHOLE_FILES
     """What a document is in a text file."""
+    configured: bool = False
+    """Whether the card of a folder lists configurations."""
 
     @classmethod
-    def find(cls, names: tuple[str, ...], split: str, texts: TextDocuments) -> Files:
-        """Resolve paths, folders, globs and URLs. Of a folder whose file names contain splits, take those of `split`.
+    def find(cls, names: tuple[str, ...], split: str, texts: TextDocuments, subset: str | None = None) -> Files:
+        """Resolve paths, folders, globs and URLs. Of a folder whose file names contain splits, take those of `split`;
+        of one whose card lists configurations, those of `subset`.
 
         Raises ValueError when a name matches nothing or no regular file, or when files have different formats.
         """
-        matches = [_find_files(name, split) for name in names]
+        matches = [_find_files(name, split, subset) for name in names]
         found = [(match.filesystem, path) for match in matches for path in match.paths]
         again = [
             path for (_, path), times in Counter((str(f.protocol), path) for f, path in found).items() if times > 1
@@ -150,7 +160,14 @@ class Files:
                 with naming_file(path):
                     require_regular_file(Path(path))
         notes = tuple(match.note for match in matches if match.note)
-        return cls(redacted(", ".join(names)), tuple(found), notes, any(match.splits for match in matches), texts)
+        return cls(
+            redacted(", ".join(names)),
+            tuple(found),
+            notes,
+            any(match.splits for match in matches),
+            texts,
+            any(match.configured for match in matches),
+        )
 
     def rows(self) -> Iterator[Row]:
         """Rows of all files. Raises ValueError, which names the file, when one cannot be read."""
@@ -253,9 +270,13 @@ def is_commit(revision: str) -> bool:
     return _COMMIT.match(revision) is not None
 
 
-def _warn_of_hub_fields(data: Data, *, split: bool = True) -> None:
-    """Warn of fields that have no effect outside the Hub. split: whether `data.split` is one of them."""
-    fields = {"subset": data.subset, "split": data.split if split else None, "revision": data.revision}
+def _warn_of_hub_fields(data: Data, *, split: bool = True, subset: bool = True) -> None:
+    """Warn of fields that have no effect outside the Hub. split, subset: whether these are among them."""
+    fields = {
+        "subset": data.subset if subset else None,
+        "split": data.split if split else None,
+        "revision": data.revision,
+    }
     for name, value in fields.items():
         if value not in (None, "train"):
             warnings.warn(
@@ -299,16 +320,17 @@ class _Match(NamedTuple):
     paths: list[str]
     note: str = ""
     splits: bool = False
+    configured: bool = False
 
 
-def _find_files(name: str, split: str) -> _Match:
+def _find_files(name: str, split: str, subset: str | None) -> _Match:
     try:
         filesystem, path = url_to_fs(name if "://" in name else str(_local_path(name).absolute()))
         if _is_pattern(name):
             paths = sorted(filesystem.glob(_pattern(filesystem, path)))
         # No `isdir` over HTTP: it would download the whole file.
         elif not name.startswith(("http://", "https://")) and filesystem.isdir(path):
-            return _find_in_folder(filesystem, path, name, split)
+            return _find_in_folder(filesystem, path, name, split, subset)
         else:
             paths = [path] if filesystem.exists(path) else []
     except (ImportError, OSError, ValueError) as error:
@@ -324,19 +346,28 @@ def _find_files(name: str, split: str) -> _Match:
     return _Match(filesystem, paths)
 
 
-def _find_in_folder(filesystem: Any, folder: str, name: str, split: str) -> _Match:
-    """The data files of a folder. Raises ValueError when it has none, or none of this split."""
+def _find_in_folder(filesystem: Any, folder: str, name: str, split: str, subset: str | None) -> _Match:
+    """The data files of a folder. Raises ValueError when it has none, or none of this split or configuration."""
     files = {posixpath.relpath(path, folder): path for path in sorted(filesystem.find(folder))}
     shown = [path for path in files if is_data_file(path)]
+    listed = read_configurations(filesystem, folder)
+    configuration = choose_configuration(listed, subset) if listed else None
+    if configuration is not None and configuration.files is None:
+        shown = [path for path in shown if is_below(path, configuration.folder)]
     known = [path for path in shown if extension(path) in EXTENSIONS]
     if not known:
         raise ValueError(f"the folder has no file of a known format ({', '.join(EXTENSIONS)})")
     # Beside rows with columns, a README is no data.
     rows = [path for path in known if extension(path) not in _DOCUMENTATION]
     known = rows if any(not is_text(path) for path in rows) else known
-    chosen = files_of_split(known, split, redacted(name))
+    if configuration is not None and configuration.files is not None:
+        chosen = files_of_configuration(configuration, known, split)
+    else:
+        chosen = files_of_split(known, split, redacted(name))
     others = sorted(set(known) - set(chosen))
     left_out = f", of split {split!r}; left out: {abbreviate(others)}" if others else ""
+    if configuration is not None:
+        left_out = f", of configuration {configuration.name!r} in {CARD}{left_out}"
     for suffix in sorted({extension(path) for path in set(shown) - set(known)}):
         skipped = [path for path in shown if extension(path) == suffix and path not in known]
         left_out += f"; not read, {suffix or 'no extension'}: {abbreviate(skipped)}"
@@ -344,7 +375,8 @@ def _find_in_folder(filesystem: Any, folder: str, name: str, split: str) -> _Mat
         filesystem,
         [files[path] for path in chosen],
         note=f"reads {abbreviate(chosen)}{left_out}",
-        splits=split_name(chosen[0]) is not None,
+        splits=configuration is not None or split_name(chosen[0]) is not None,
+        configured=configuration is not None,
     )
 
 

@@ -195,6 +195,77 @@ def test_files_of_no_split_beside_those_of_one_are_a_question(tmp_path: Path) ->
     assert len(_values(_open(f"{folder}/**/*.jsonl"))) == 2
 
 
+# Cards as repositories of the Hub have them, with the files beside them; and what is asked for.
+CARDS = {
+    "several data sets": (
+        "- config_name: main\n  data_files:\n"
+        "  - {split: train, path: main/train-*}\n  - {split: test, path: main/test-*}\n"
+        "- config_name: other\n  data_files:\n  - split: train\n    path: [other/train-*, more/*/b.jsonl]\n",
+        ("main/train-0.jsonl", "main/test-0.jsonl", "other/train-0.jsonl", "more/x/b.jsonl", "more/b.jsonl"),
+        [("main", "train"), ("main", "test"), ("other", "train")],
+    ),
+    "a default": (
+        "- config_name: a\n  data_files: a.jsonl\n- config_name: b\n  default: true\n  data_files: [b.jsonl, c/**]\n",
+        ("a.jsonl", "b.jsonl", "c/d/e.jsonl", "f.jsonl"),
+        [(None, "train"), ("a", "train"), ("b", "train")],
+    ),
+    "splits that no name tells": (
+        "- config_name: default\n  data_files:\n"
+        "  - {split: train, path: good.jsonl}\n  - {split: held, path: kept.jsonl}\n",
+        ("good.jsonl", "kept.jsonl", "raw/all.jsonl"),
+        [(None, "train"), (None, "held")],
+    ),
+    "a folder of each": (
+        "- config_name: en\n  data_dir: en\n- config_name: de\n  data_dir: ./de\n  data_files: rows*.jsonl\n",
+        ("en/train.jsonl", "en/test.jsonl", "de/rows-1.jsonl", "de/test.jsonl"),
+        [("en", "train"), ("en", "test"), ("de", "train")],
+    ),
+}
+
+
+@pytest.mark.parametrize(("card", "files", "asked"), CARDS.values(), ids=CARDS)
+def test_of_a_folder_with_a_card_the_files_are_read_that_datasets_reads(
+    card: str, files: tuple[str, ...], asked: list[tuple[str | None, str]], tmp_path: Path
+) -> None:
+    from datasets import load_dataset
+
+    folder = _fill(tmp_path / "rows", files)
+    (tmp_path / "rows" / "README.md").write_bytes(f"---\r\nconfigs:\n{card}license: mit\n---\n# Rows\n".encode())
+    for subset, split in asked:
+        expected = load_dataset(folder, subset, split=split, cache_dir=str(tmp_path / "cache"))
+        source = _open(folder, subset=subset, split=split)
+        found = [row["text"] for row in _values(source)]
+        assert sorted(found) == sorted(expected["text"]) and 0 < len(found) < len(files)
+        assert "of configuration" in source.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("configs", "fields", "told"),
+    [
+        ("[{config_name: a}, {config_name: b}]", {}, "several data sets: .* configurations 'a', 'b'; set data.subset"),
+        ("[{config_name: a}, {config_name: b}]", {"subset": "c"}, "data.subset is 'c', but .* configurations 'a', 'b'"),
+        ("[{config_name: a, data_files: a.jsonl}]", {"split": "test"}, "the splits 'train' of the configuration 'a'"),
+        ("[{config_name: a, data_files: b-*}]", {}, "names files 'b-\\*' .*and there are none"),
+        ("[{data_files: a.jsonl}]", {}, "README.md cannot be read: 'config_name'"),
+        ("[{config_name: a", {}, "README.md cannot be read: .*correct them, or name the files"),
+    ],
+)
+def test_a_card_that_leaves_it_open_is_a_question(
+    configs: str, fields: dict[str, str], told: str, tmp_path: Path
+) -> None:
+    folder = _fill(tmp_path, ("a.jsonl",))
+    (tmp_path / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
+    with pytest.raises(ValueError, match=told):
+        _open(folder, **fields)
+
+
+def test_a_card_without_configurations_changes_nothing(tmp_path: Path) -> None:
+    folder = _fill(tmp_path, ("a.jsonl", "b.jsonl"))
+    for card in ("# Rows", "---\nlicense: mit\n---\n", "---\nconfigs: []\n---\n", "---\n: :\n---\n"):
+        (tmp_path / "README.md").write_text(card)
+        assert len(_values(_open(folder))) == 2
+
+
 @pytest.mark.parametrize("scheme", ["memory", "file"])
 def test_urls(scheme: str, tmp_path: Path) -> None:
     base = f"{scheme}://{tmp_path}"
