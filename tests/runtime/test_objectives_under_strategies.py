@@ -92,7 +92,7 @@ def data_of(spec):
 def curve(spec, attempt=0):
     """What is told of each step of an attempt."""
     points = map(json.loads, RunFolder.of(spec).metrics.read_text().splitlines())
-    names = ("loss", "grad_norm", "target_tokens", "metrics")
+    names = ("loss", "grad_norm", "tokens", "target_tokens", "metrics")
     found = [point for point in points if point["attempt"] == attempt and "loss" in point]
     for point in found:
         for time in ("generation_share", "generated_tokens_per_second"):
@@ -152,14 +152,14 @@ def trained(output, alone):
 @pytest.mark.parametrize("name", NAMES, ids="-".join)
 def test_losses_and_metrics_are_those_of_one_process(trained, alone, name):
     expected = curve(alone[name[0], name[-1]][0])
-    for (loss, norm, targets, metrics), one in zip(curve(trained[name]), expected, strict=True):
+    for (loss, norm, *counts, metrics), one in zip(curve(trained[name]), expected, strict=True):
         # Small losses at the end are what is left of log(2), with its rounding.
         close = pytest.approx(one[0], rel=1e-5, abs=1e-6)
-        assert (loss, norm, targets) == (close, pytest.approx(one[1], rel=1e-3), one[2])
-        if abs(one[3].get("reward_margin", 1.0)) < 1e-5:
+        assert (loss, norm, *counts) == (close, pytest.approx(one[1], rel=1e-3), *one[2:-1])
+        if abs(one[-1].get("reward_margin", 1.0)) < 1e-5:
             # The model is the reference: rounding decides which answer has the higher reward.
-            metrics = {**metrics, "reward_accuracy": one[3]["reward_accuracy"]}
-        assert metrics == pytest.approx(one[3], rel=1e-3, abs=1e-5)
+            metrics = {**metrics, "reward_accuracy": one[-1]["reward_accuracy"]}
+        assert metrics == pytest.approx(one[-1], rel=1e-3, abs=1e-5)
     found = read_evaluations(RunFolder.of(trained[name]).metrics)
     assert len(found) == STEPS // SAVED
     assert [(e.step, e.loss, e.metrics) for e in found] == evaluations(alone[name[0], name[-1]][0])
@@ -174,21 +174,21 @@ def test_a_resumed_run_computes_the_same_bits(trained, name):
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_dpo_learns_to_prefer(alone, adapter):
     points = curve(alone["dpo", adapter][0])
-    assert points[0][0] == pytest.approx(math.log(2)) and points[0][3]["reward_margin"] == pytest.approx(0, abs=1e-6)
-    assert points[-1][0] < points[0][0] - 0.01 and points[-1][3]["reward_accuracy"] > 0.8
+    assert points[0][0] == pytest.approx(math.log(2)) and points[0][-1]["reward_margin"] == pytest.approx(0, abs=1e-6)
+    assert points[-1][0] < points[0][0] - 0.01 and points[-1][-1]["reward_accuracy"] > 0.8
 
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_kto_raises_good_answers_above_bad_ones(alone, adapter):
     points = curve(alone["kto", adapter][0])
     assert points[0][0] == pytest.approx(0.5, abs=1e-6)
-    assert points[-1][3]["reward_margin"] > 0 and points[-1][0] < 0.5
+    assert points[-1][-1]["reward_margin"] > 0 and points[-1][0] < 0.5
     assert max(metrics["kl"] for *_, metrics in points) > 0.1
 
 
 def test_orpo_learns_one_answer_and_prefers_it(alone):
     points = curve(alone["orpo", "lora"][0])
-    first, last = points[0][3], points[-1][3]
+    first, last = points[0][-1], points[-1][-1]
     assert last["next_token_loss"] < first["next_token_loss"] and last["log_odds_ratio"] > first["log_odds_ratio"]
 
 

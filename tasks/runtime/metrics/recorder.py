@@ -48,6 +48,7 @@ class _Step:
     learning_rate: float
     targets: Tensor
     tokens: int
+    """Of this rank until `flush`, then of all ranks."""
     skipped: Tensor | None
 
 
@@ -106,10 +107,10 @@ class Recorder:
         self._values, self._targets, self._tokens = {}, targets, 0
 
     def add_micro_batch(self, part: MicroBatchLoss, *, tokens: int) -> None:
-        """Add a micro-batch with `tokens` tokens to the current step."""
+        """Add a micro-batch of this rank, with `tokens` tokens, to the current step."""
         for name, value in {_LOSS: part.loss.detach(), **part.metrics}.items():
             self._values[name] = self._values[name] + value.float() if name in self._values else value.float()
-        self._tokens += tokens * self._processes.dp_cp_size
+        self._tokens += tokens
 
     @property
     def local_loss(self) -> Tensor:
@@ -142,6 +143,9 @@ class Recorder:
             return []
         names = list(steps[0].values)
         sums = torch.stack([torch.stack([step.values[name] for name in names]) for step in steps]).double()
+        # Rows that are not packed differ in length, so each rank has another number of tokens.
+        tokens = torch.tensor([[step.tokens] for step in steps], dtype=torch.float64)
+        sums = torch.cat([sums, tokens.to(sums.device)], dim=1)
         memory, data_wait = _peak_memory(self._processes), self._data_wait
         maxima = torch.tensor([float(memory), data_wait], dtype=torch.float64, device=sums.device)
         if self._processes.world_size > 1:
@@ -149,7 +153,10 @@ class Recorder:
             dist.all_reduce(sums)
             sums /= self._processes.tp_size
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-        points = self._points(steps, [dict(zip(names, row, strict=True)) for row in sums.tolist()], maxima.tolist())
+        rows = sums.tolist()
+        for step, row in zip(steps, rows, strict=True):
+            step.tokens = round(row.pop())
+        points = self._points(steps, [dict(zip(names, row, strict=True)) for row in rows], maxima.tolist())
         self._data_wait = 0.0
         if self._file is not None and self._trackers is not None:
             self._file.write(points)
