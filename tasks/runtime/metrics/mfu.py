@@ -2,7 +2,7 @@
 
     flops per token = 6 N + 12 x layers x heads x head size x keys
 
-N counts the weights that a token is multiplied with: all except the embedding table, and of a mixture of experts only
+N counts the weights that a token is multiplied with: all except embedding tables, and of a mixture of experts only
 the experts that a token is routed to. Frozen weights count 4 instead of 6, because they have no gradient. `keys` is the
 average number of positions that a token attends to: half the row under a causal mask, less with a sliding window. The
 formula ignores that packed sequences do not attend to each other, and it does not count recomputation.
@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from strata_platform.estimate.gpus import PEAKS
+from tasks.runtime.models.layer_configs import layer_configs
 from tasks.runtime.process.ranks import Processes
 
 log = logging.getLogger(__name__)
@@ -76,12 +79,14 @@ def flops_per_token(model: PreTrainedModel, sequence_length: int) -> float | Non
     """
     config = model.config.get_text_config()
     share = _share_of_experts(config)
-    lookup = model.get_input_embeddings().weight
+    # Also those of positions, and of each layer of Gemma 4.
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     # A tied embedding table is also the head, which a token is multiplied with.
-    tied = model.get_output_embeddings() is not None and model.get_output_embeddings().weight is lookup
+    if model.get_output_embeddings() is not None:
+        tables.discard(model.get_output_embeddings().weight)
     multiplied = 0.0
     for name, parameter in model.named_parameters():
-        if parameter is lookup and not tied:
+        if parameter in tables:
             continue
         count = float(parameter.numel())
         if ".experts." in name:
@@ -93,7 +98,14 @@ def flops_per_token(model: PreTrainedModel, sequence_length: int) -> float | Non
 
 
 def _share_of_experts(config: PretrainedConfig) -> float | None:
-    chosen = getattr(config, "num_experts_per_tok", None)
+    """The share that a token is routed to; None if it is not configured, or differs from layer to layer."""
+    found = {_share_in_layer(layer) for layer in layer_configs(config)} - {None}
+    return found.pop() if len(found) == 1 else None
+
+
+def _share_in_layer(config: PretrainedConfig) -> float | None:
+    names = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+    chosen = next((count for name in names if isinstance(count := getattr(config, name, None), int)), None)
     counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     experts = next((count for count in counts if count), None)
     return chosen / experts if chosen and experts else None
@@ -101,16 +113,29 @@ def _share_of_experts(config: PretrainedConfig) -> float | None:
 
 def _attended(config: PretrainedConfig, row: int) -> float:
     """Heads x head size x keys, summed over the layers, for rows of `row` tokens."""
+    # Without `layer_types`, every layer has the window if there is one. A window of the whole row is full attention.
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    layers = zip(layer_configs(config), kinds, strict=False)
+    return sum(_queries(layer) * _keys(layer, kind, row) for layer, kind in layers)
+
+
+def _queries(config: PretrainedConfig) -> float:
+    """Heads x head size; where keys have another size than values, as in latent attention, the mean of both."""
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    parts: list[Any] = [getattr(config, f"{name}_head_dim", None) for name in ("qk_nope", "qk_rope", "v")]
+    if None not in parts:
+        size = sum(parts) / 2
+    return float(config.num_attention_heads * size)
+
+
+def _keys(config: PretrainedConfig, kind: str, row: int) -> float:
+    """The average number of positions that a token of a row attends to in a layer of this kind."""
     window = min(getattr(config, "sliding_window", None) or row, row)
     chunk = min(getattr(config, "attention_chunk_size", None) or row, row)
-    keys = {
+    # Other layers, such as linear attention, have no such products.
+    return {
         "full_attention": row / 2,
         # The first tokens of a row attend to less than the window.
         "sliding_attention": window - window**2 / (2 * row),
         "chunked_attention": chunk / 2,
-    }
-    # Without `layer_types`, every layer has the window if there is one. A window of the whole row is full attention.
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    # Other layers, such as linear attention, have no such products.
-    return float(config.num_attention_heads * size * sum(keys.get(kind, 0.0) for kind in kinds))
+    }.get(kind, 0.0)

@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -62,6 +65,41 @@ def test_of_experts_those_count_that_a_token_is_sent_to():
     model = build(MixtralForCausalLM, MixtralConfig, num_local_experts=8, num_experts_per_tok=2)
     layers = 3 * (ATTENTION + 2 * MLP + 8 * 64 + NORMS) + 64
     assert flops_per_token(model, T) == 6 * (layers + HEAD) + 12 * KEYS
+
+
+# Tables of positions; layers whose heads differ in size, with tables of their own; keys and values of other sizes.
+UNEQUAL = {
+    "llama": {},
+    "gpt2": {"n_positions": 128},
+    "gemma4_text": {
+        "head_dim": 16, "global_head_dim": 32, "sliding_window": 512, "vocab_size_per_layer_input": 1000,
+        "hidden_size_per_layer_input": 8, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+        "v_head_dim": 24, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2,
+        "topk_group": 1, "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "fields"), UNEQUAL.items(), ids=UNEQUAL)
+def test_attention_takes_half_of_the_products_that_pytorch_counts(family, fields):
+    shape = {name: size for name, size in SHAPE.items() if name not in ("head_dim", "sliding_window")}
+    shape |= {"eos_token_id": 1, "bos_token_id": 0, "pad_token_id": 2}
+    config = AutoConfig.for_model(family, **shape | fields)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    tokens = torch.arange(64)[None]
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    # Eager attention computes every key of a row, also those that a mask hides; all else multiplies matrices.
+    counted = sum(flops for name, flops in counter.get_flop_counts()["Global"].items() if "bmm" in str(name)) / 64
+    attention = flops_per_token(model, 128) - flops_per_token(model, 64)
+    assert attention == pytest.approx(counted / 2, rel=0.01)
+    # Norms count as products here, a few percent of this small model.
+    rest = counter.get_total_flops() / 64 - counted
+    assert flops_per_token(model, 64) - attention == pytest.approx(rest, rel=0.03)
 
 
 @pytest.mark.parametrize(

@@ -479,6 +479,9 @@ def test_flash_attention_4_is_planned_without_the_package(monkeypatch):
     # DeepSeek V3, whose values have 128 features and keys 192.
     ({"model_type": "deepseek_v3", "qk_rope_head_dim": 64}, "4.0.0b36", None),
     ({"head_dim": 256}, "4.0.0b36", None),
+    # Layers of Gemma 4 have heads of two sizes.
+    ({"model_type": "gemma4_text", "head_dim": 128, "global_head_dim": 512}, "4.0.0b36", None),
+    ({"model_type": "gemma4_text", "head_dim": 64, "global_head_dim": 128}, "4.0.0b36", "4.0.0b36"),
     ({"head_dim": 64, "attention_dropout": 0.1}, "4.0.0b36", None),
     ({"head_dim": 64}, "4.0.0b35", None),
     ({"head_dim": 64}, None, None),
