@@ -7,10 +7,11 @@ import logging
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.sections.model import Lora
@@ -19,6 +20,9 @@ from tasks.runtime.models.adapters.adapter_folder import write_adapter
 from tasks.runtime.models.build import build_model
 from tasks.runtime.models.trained_weights import build_adapted_model, initial_matrices
 from tasks.runtime.process.forks import run_module
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 log = logging.getLogger(__name__)
 
@@ -64,14 +68,23 @@ def export_adapter(
     log.info("verified: another process reads the same adapter with PEFT")
 
 
+def read_adapter(folder: Path | str, base: PreTrainedModel) -> PeftModel:
+    """An exported adapter on its base model, as PEFT reads it, in the dtype that it was trained in.
+
+    PEFT makes it float32 by default. That rounds otherwise, which sends tokens to other experts of a mixture.
+    """
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=False)
+
+
 def main() -> None:
     """Print the difference as one line of JSON: null if there is none."""
-    from peft import PeftModel
     from transformers import AutoTokenizer
 
     folder, spec, given, device, tolerance = sys.argv[1:]
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    model = PeftModel.from_pretrained(build_model(RunSpec.model_validate_json(spec).model, 0), folder)
+    model = read_adapter(folder, build_model(RunSpec.model_validate_json(spec).model, 0))
     print(json.dumps(difference(load_file(given), expected_of(model.to(device), tokenizer), float(tolerance))))
 
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Llam
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.sections.model import Lora
+from tasks.runtime.export.adapter_export import read_adapter
 from tasks.runtime.models.adapters.adapter_folder import CONFIG, load_initial_adapter, write_adapter
 from tasks.runtime.models.adapters.lora import add_adapter
 from tasks.runtime.models.build import build_model
@@ -90,6 +91,15 @@ def test_peft_reads_what_was_trained(folder, adapter, tmp_path):
     assert torch.equal(logits(again), logits(model))
     # Where the model was is nothing to others.
     assert str(folder) not in (tmp_path / CONFIG).read_text()
+
+
+def test_an_export_is_compared_in_the_type_that_it_was_trained_in(folder, tmp_path):
+    """PEFT's default is float32, which rounds otherwise, and may send a token to another expert."""
+    spec = spec_of(folder)
+    spec = spec.model_copy(update={"model": spec.model.model_copy(update={"dtype": "bfloat16"})})
+    model = trained(spec)
+    write_adapter(model, spec.adapter, spec.model, tmp_path)
+    assert torch.equal(logits(read_adapter(tmp_path, build_model(spec.model, 0))), logits(model))
 
 
 @pytest.mark.parametrize(("family", "tower"), [("llava", "q_proj"), ("gemma4", "linear")])
