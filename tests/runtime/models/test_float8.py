@@ -36,8 +36,11 @@ from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_forked import launch
 from tests.runtime.helpers.train_only import train_spec
 
-# On a GPU, of a thread of autograd's that multiplies before PyTorch has made a context for it.
-pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning")
+pytestmark = [
+    pytest.mark.usefixtures("narrowed"),
+    # On a GPU, of a thread of autograd's that multiplies before PyTorch has made a context for it.
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
+]
 
 SCALINGS = ["tensorwise", "rowwise"]
 emulated = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU measures: layers this small stay exact")
@@ -152,7 +155,7 @@ def trained(output):
         name: make_spec(output, name, framework, strategy, 2, adapter, settings)
         for name, (framework, strategy, adapter, settings) in CELLS.items()
     }
-    launch(2, *(f"{file_of(output, spec)}{at}" for spec in specs.values() for at in ("", f"@{SAVED}")))
+    launch(2, "--narrow", *(f"{file_of(output, spec)}{at}" for spec in specs.values() for at in ("", f"@{SAVED}")))
     return specs
 
 
