@@ -28,6 +28,7 @@ from tasks.runtime.data.context_shards import context_chunks
 from tasks.runtime.models.attention.attention_choice import choose_attention
 from tasks.runtime.models.attention.varlen_attention import VarlenLayout, packed_attention, unsupported_reason
 from tasks.runtime.models.config import load_config
+from tasks.runtime.models.layer_configs import layer_configs
 from tasks.runtime.parallel.collectives import AllGather, AllToAll, Group
 from tasks.runtime.process.ranks import Processes
 
@@ -50,12 +51,12 @@ def _require_heads(model: Model, parallel: Parallel) -> None:
     """Raises ValueError if the method is `ulysses` and the ranks cannot divide the model's heads."""
     if not isinstance(parallel, Fsdp):
         return
-    config = load_config(model).get_text_config()
-    queries = config.num_attention_heads // parallel.tensor_parallel
-    keys = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) // parallel.tensor_parallel
-    reason = undivided_heads(parallel.context_parallel_method, queries, keys, parallel.context_parallel)
-    if reason is not None:
-        raise ValueError(f"parallel.context_parallel_method {reason} (model.name: {model.name!r})")
+    for config in layer_configs(load_config(model).get_text_config()):
+        queries = config.num_attention_heads // parallel.tensor_parallel
+        keys = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) // parallel.tensor_parallel
+        reason = undivided_heads(parallel.context_parallel_method, queries, keys, parallel.context_parallel)
+        if reason is not None:
+            raise ValueError(f"parallel.context_parallel_method {reason} (model.name: {model.name!r})")
 
 
 def _unsupported_reason(config: PretrainedConfig) -> str | None:

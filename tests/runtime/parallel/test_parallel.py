@@ -103,10 +103,17 @@ def test_the_method_that_sends_fewer_bytes_is_taken(queries, keys, cheaper_from)
         assert taken == (cheaper_from is not None and ways >= cheaper_from), ways
 
 
-def test_heads_that_ranks_cannot_divide_are_refused(tmp_path):
-    AutoConfig.for_model("llama", num_attention_heads=6, num_key_value_heads=3, hidden_size=48).save_pretrained(
-        tmp_path
-    )
+@pytest.mark.parametrize(
+    ("family", "heads"),
+    [
+        ("llama", {"num_key_value_heads": 3}),
+        # Every sixth layer has other heads, which transformers tells for each layer alone.
+        ("gemma4_text", {"num_key_value_heads": 2, "num_global_key_value_heads": 3, "attention_k_eq_v": True}),
+    ],
+    ids=["one for all", "of some layers"],
+)
+def test_heads_that_ranks_cannot_divide_are_refused(family, heads, tmp_path):
+    AutoConfig.for_model(family, num_attention_heads=6, hidden_size=48, **heads).save_pretrained(tmp_path)
     parallel = {"tensor_parallel": 1, "context_parallel": 2, "context_parallel_method": "ulysses"}
     with pytest.raises(ValueError, match=r"6 heads of queries and 3 of keys in each; set it to 'all_gather'"):
         require_context_parallel_support(Model(name=str(tmp_path)), spec_of(**{"parallel": parallel}).parallel)
