@@ -83,8 +83,8 @@ def start_from(spec: RunSpec, before: list[RunSpec], records: list[FlyteFile]) -
         folder = RunFolder.of(stage).model
         if not folder.is_dir():
             raise ValueError(
-                f"{folder}: stage {spec.name!r} starts from the model of stage {stage.name!r}, which is not there; set "
-                "output to a folder on a volume that all pods of the stages mount"
+                f"{folder}: stage {spec.name!r} starts from the model of stage {stage.name!r}, which does not exist; "
+                "set output to a folder on a volume that all pods of the stages mount"
             )
         models[stage.name] = str(folder)
         log.info("stage %s: run:%s is %s", spec.name, stage.name, folder)

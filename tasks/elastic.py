@@ -90,14 +90,14 @@ class TrainingTask(PytorchElasticFunctionTask):
         except IgnoreOutputs as end:
             # A pod without rank 0 also succeeds with this exception. Its context tells a signal from a success.
             if isinstance(end.__context__, SignalException):
-                _stopped(f"the pod was told to stop by {signal.Signals(end.__context__.sigval).name}", end)
+                _stopped(f"the pod was stopped by {signal.Signals(end.__context__.sigval).name}", end)
             if not is_local():
                 wait_for_main_pod()
                 # If this pod was stopped for a reason of its own, exit code 0 would end the job as a success.
                 raise SystemExit(PREEMPTED.exit_code) from end
             raise
         except (RendezvousError, dist.DistError) as error:
-            _recoverable(f"this pod lost the others, or never found them: {error}", error)
+            _recoverable(f"this pod lost the connection to the other pods, or never reached them: {error}", error)
         except FlyteRecoverableException as error:
             # When one process ends, the others lose their peer, and the agent reports any one of them.
             if final := _final_failure(error.__context__):
@@ -116,9 +116,7 @@ class TrainingTask(PytorchElasticFunctionTask):
             # Its processes are gone, so the GPUs are idle while the store is waited for.
             return trained._replace(weights=directory(trained.weights.path))
         except SignalException as end:
-            _stopped(
-                f"the pod was told to stop by {signal.Signals(end.sigval).name} before its weights were stored", end
-            )
+            _stopped(f"the pod was stopped by {signal.Signals(end.sigval).name} before its weights were stored", end)
 
 
 def _final_failure(reported: BaseException | None) -> FlyteUserRuntimeException | None:

@@ -91,5 +91,5 @@ def is_stored(url: str) -> bool:
     try:
         return bool(FlyteContextManager.current_context().file_access.exists(url))
     except (FlyteException, OSError) as error:
-        log.warning("whether %s is still stored is not known: %s", url, error)
+        log.warning("cannot check whether %s is still stored: %s", url, error)
         return False

@@ -38,5 +38,5 @@ def verify(spec: RunSpec) -> str:
     Deck("Verification", render_verification(report))
     if not report["passed"]:
         failed = [f"{check['name']}: {check['detail']}" for check in report["checks"] if check["status"] == "fail"]
-        raise ValueError(f"{spec.name} does not train right: {'; '.join(failed) or 'no check applies to it'}")
+        raise ValueError(f"{spec.name} does not train correctly: {'; '.join(failed) or 'no check applies to it'}")
     return done.stdout

@@ -193,7 +193,7 @@ def group_advantages(rewards: Tensor, group_size: int, *, scale: RewardScale = "
     """
     require_known("scale", scale, get_args(RewardScale))
     if group_size < 1 or rewards.shape[0] % group_size:
-        raise ValueError(f"{rewards.shape[0]} rewards are no whole number of groups of group_size {group_size}")
+        raise ValueError(f"{rewards.shape[0]} rewards cannot be divided into groups of group_size {group_size}")
     groups = rewards.view(-1, group_size)
     unknown = groups.isnan()
     # Of equal numbers, a mean may be off by a rounding.

@@ -299,7 +299,7 @@ def _require_admission(backend: BackendName, resources: Resources, topology: Top
         if error.reason == "Inadmissible":
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1) from None
-        _warn(f"whether a queue admits the run is not known: {error}")
+        _warn(f"cannot check whether a queue admits the run: {error}")
 
 
 def _kind(gpu_type: str | None) -> str:

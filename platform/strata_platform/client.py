@@ -151,7 +151,7 @@ class Client:
             except Unreachable as error:
                 retry.failed(error)
             if deadline is not None and time.monotonic() >= deadline:
-                raise WaitTimeout(f"{name} has not ended after {timeout:g} s and goes on")
+                raise WaitTimeout(f"{name} has not ended after {timeout:g} s and is still in progress")
             time.sleep(self._poll)
 
     def logs(self, name: str, *, follow: bool = False, show: Callable[[Run], None] | None = None) -> Iterator[LogLine]:
@@ -213,12 +213,12 @@ class Client:
         try:
             found = self.estimate(spec)
         except SpecError as error:
-            log.warning("whether the run fits is not known: %s", error.problems[0])
+            log.warning("cannot estimate whether the run fits: %s", error.problems[0])
             return
         if found is None:
             return
         if reason := found.underestimated_because if found.fits else found.overestimated_because:
-            log.warning("whether the run fits is not known: %s", reason)
+            log.warning("cannot estimate whether the run fits: %s", reason)
         if reason or found.fits:
             return
         from strata_platform.estimate import cheapest

@@ -85,8 +85,8 @@ PREEMPTED = Outcome(
     "preempted",
     128 + signal.SIGTERM,
     True,
-    "a process was told to stop by SIGTERM",
-    "the cluster wants the machine back; start the run again to continue from its last checkpoint",
+    "a process received SIGTERM",
+    "the cluster stopped the pod, or the machine shuts down; start it again to continue from its last checkpoint",
 )
 
 _BY_CODE = {
@@ -98,7 +98,7 @@ _SIGNAL_ADVICE: dict[int, str] = {
     signal.SIGINT: "somebody interrupted it from the keyboard",
     signal.SIGSEGV: "native code crashed",
     signal.SIGBUS: "usually /dev/shm is full: raise resources.shared_memory",
-    signal.SIGABRT: "native code gave up, for example NCCL after a collective timed out; its log says why",
+    signal.SIGABRT: "native code aborted, for example NCCL after a collective timed out; its log says why",
     signal.SIGILL: "the image is built for a processor with other instructions",
     signal.SIGFPE: "native code divided by zero",
     signal.SIGALRM: "it hung in native code, and its stacks are in the log",

@@ -33,7 +33,7 @@ async def stored(path: Path, sleep: Sleep = asyncio.sleep) -> Dir | File:
     other call mends at once, and FileNotFoundError if `path` is not there.
     """
     if not path.exists():
-        raise FileNotFoundError(f"{path} was to be stored, and is not there")
+        raise FileNotFoundError(f"{path} is to be stored, but does not exist")
     kind = Dir if path.is_dir() else File
     return await _patiently(lambda: kind.from_local(str(path)), f"{path} could not be stored", sleep)
 

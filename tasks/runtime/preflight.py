@@ -30,7 +30,7 @@ class Check:
     name: str
     where: tuple[Where, ...]
     function: str
-    """`module:name` below `tasks.runtime`. It returns None, or raises ValueError with the field and the way out."""
+    """`module:name` below `tasks.runtime`. It returns None, or raises ValueError with the field and what to do."""
     takes: tuple[str, ...]
     """Arguments of `function`: names of arguments of `run_checks`, or paths into the spec such as `spec.export`."""
     requires: str

@@ -186,7 +186,7 @@ def check_format(
                 )
             )
     assert len(texts) == len(expected), f"{name}: {len(texts)} rows were prepared of {len(expected)} that have a text"
-    # Rows are prepared in an order of their own.
+    # Rows are prepared in another order.
     left = list(texts)
     for pieces in expected:
         match = next((text for text in left if all(piece in text[1] for piece in pieces)), None)

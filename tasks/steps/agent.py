@@ -71,9 +71,9 @@ def train_in_pod(spec: RunSpec, data: Path, before_end: Callable[[], object] | N
     try:
         results: dict[int, Trained] = elastic_launch(config, train)(spec, data)
     except SignalException as end:
-        raise end_stopped_pod(f"the pod was told to stop by {signal.Signals(end.sigval).name}", end) from end
+        raise end_stopped_pod(f"the pod was stopped by {signal.Signals(end.sigval).name}", end) from end
     except (RendezvousError, DistError) as error:
-        raise Retry(f"this pod lost the others, or never found them: {error}") from error
+        raise Retry(f"this pod lost the connection to the other pods, or never reached them: {error}") from error
     except ChildFailedError as error:
         raise _failure(error, spec, kills) from error
     finally:

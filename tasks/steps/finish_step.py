@@ -75,6 +75,6 @@ def stored_outputs(spec: RunSpec, recipe: DataRecipe) -> Outputs | None:
     try:
         outputs = Outputs(**json.loads(note.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        log.warning("%s cannot be read (%s); the outputs of the run are made again", note, error)
+        log.warning("%s cannot be read (%s); the outputs of the run are created again", note, error)
         return None
     return outputs if outputs[:2] == (spec.hash(), recipe.hash()) else None

@@ -128,7 +128,9 @@ def _final_errors() -> Iterator[None]:
             try:
                 write_atomic(Path(error_file).with_name(_FINAL), noted, durable=False)
             except OSError as problem:
-                log.warning("the agent's restarts will meet this error again: it cannot be noted (%s)", problem)
+                log.warning(
+                    "the error cannot be recorded (%s), so the agent's restarts will fail with it again", problem
+                )
         raise
 
 

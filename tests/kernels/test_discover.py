@@ -293,13 +293,18 @@ class SwappedMLP(modeling_llama.LlamaMLP):
     [
         ("LlamaRMSNorm", ClampedRMSNorm, "rms_norm", "ClampedRMSNorm computes another norm"),
         ("LlamaRMSNorm", GroupedRMSNorm, "rms_norm", "GroupedRMSNorm computes another norm"),
-        ("LlamaRMSNorm", EarlyRMSNorm, "rms_norm", r"EarlyRMSNorm rounds otherwise in bfloat16, in \d+% of the values"),
+        (
+            "LlamaRMSNorm",
+            EarlyRMSNorm,
+            "rms_norm",
+            r"EarlyRMSNorm rounds differently in bfloat16, in \d+% of the values",
+        ),
         ("LlamaRMSNorm", FarClampedRMSNorm, "rms_norm", "FarClampedRMSNorm computes another norm"),
         (
             "LlamaRMSNorm",
             NarrowRMSNorm,
             "rms_norm",
-            r"NarrowRMSNorm rounds otherwise in bfloat16, in \d+% of the values",
+            r"NarrowRMSNorm rounds differently in bfloat16, in \d+% of the values",
         ),
         ("LlamaMLP", ClampedMLP, "swiglu", "ClampedMLP computes something else than swiglu"),
         ("LlamaMLP", TupleMLP, "swiglu", "TupleMLP computes something else than swiglu"),
@@ -532,9 +537,9 @@ def test_a_frozen_tower() -> None:
 @pytest.mark.parametrize(
     ("mlp", "reason"),
     [
-        (lambda: UngatedMLP(nn.GELU(), 0.1), "gelu left out: UngatedMLP drops features at random in training"),
+        (lambda: UngatedMLP(nn.GELU(), 0.1), "gelu left out: UngatedMLP has dropout between its layers"),
         # Seen in no result of a few features.
-        (lambda: UngatedMLP(nn.GELU(), 1e-9), "gelu left out: UngatedMLP drops features at random in training"),
+        (lambda: UngatedMLP(nn.GELU(), 1e-9), "gelu left out: UngatedMLP has dropout between its layers"),
         (lambda: TwiceActivatedMLP(nn.GELU()), "TwiceActivatedMLP computes something else than gelu between"),
         (lambda: NormedMLP(nn.GELU()), None),
         (lambda: UngatedMLP(nn.ReLU()), None),

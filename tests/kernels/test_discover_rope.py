@@ -107,7 +107,7 @@ def test_a_decorator_that_calls_by_another_way_keeps_its_own_code(monkeypatch) -
 
 def test_only_attention_rotates() -> None:
     kept = patch_model(other_family(LlamaAttention=Indexer)).kept["rope"]
-    assert kept == ("Indexer is no attention with a configuration",)
+    assert kept == ("Indexer is not an attention module with a configuration",)
 
 
 # The modules of a text model and of a tower that rotate, of towers that rotate in different ways.

@@ -167,5 +167,5 @@ def test_wrong_options(options, message) -> None:
         policy_losses(torch.zeros(2), torch.zeros(2), torch.arange(2), **options)
     with pytest.raises(ValueError, match="divides by max_tokens"):
         policy_weights(torch.arange(2), 2, loss="dr_grpo")
-    with pytest.raises(ValueError, match="no whole number of groups"):
+    with pytest.raises(ValueError, match="cannot be divided into groups"):
         group_advantages(torch.zeros(3), 2)

@@ -279,7 +279,7 @@ def test_what_is_not_there_is_reported(client, behave):
         client.submit(spec(topology={"nnodes": 2}, parallel={"type": "ddp"}))
     behave("goes on")
     client.submit(spec())
-    with pytest.raises(WaitTimeout, match=r"run has not ended after 0 s and goes on"):
+    with pytest.raises(WaitTimeout, match=r"run has not ended after 0 s and is still in progress"):
         client.wait("run", timeout=0)
     with pytest.raises(NotReady, match="run is running"):
         client.outputs("run")
@@ -334,7 +334,7 @@ def test_of_an_adapter_that_is_not_counted_whole_it_is_not_known_whether_it_fits
     behave("finishes")
     client = Client(OnA100(), poll=0.01)
     client.submit(spec(model={"name": f"meta-llama/{model}"}, adapter={"type": "lora", **adapter}))
-    assert ("whether the run fits is not known: " in caplog.text) is doubted
+    assert ("cannot estimate whether the run fits: " in caplog.text) is doubted
     assert not doubted or f"adapter.{next(iter(adapter))}" in caplog.text
     client.wait("run", timeout=600)
 
@@ -365,7 +365,7 @@ def test_a_loss_that_is_not_finite_is_null_in_json(capsys):
 
 def test_a_gpu_of_an_unknown_kind_is_reported(caplog):
     assert find_gpu("NVIDIA GeForce RTX 4090") is None
-    assert "whether the run fits is not known: NVIDIA GeForce RTX 4090 is not among h200," in caplog.text
+    assert "cannot estimate whether the run fits: NVIDIA GeForce RTX 4090 is not among h200," in caplog.text
 
 
 def test_a_driver_that_does_not_answer_is_told_and_none_at_all_is_not(tmp_path, monkeypatch, caplog):
@@ -389,7 +389,7 @@ def test_a_model_of_unknown_shape_is_submitted_with_a_warning(workspace, behave,
     behave("finishes")
     client = Client(OnA100(), poll=0.01)
     client.submit(spec(model={"name": "owner/unheard-of"}))
-    assert "whether the run fits is not known: model.name" in caplog.text
+    assert "cannot estimate whether the run fits: model.name" in caplog.text
     client.wait("run", timeout=600)
 
 

@@ -88,6 +88,6 @@ def test_the_table_of_this_machine_has_every_attempt_of_its_runs(tmp_path, monke
         ["local", "ada", "3", "1", "24.00", "0.00", "48.00", "EUR"]
     ]
     (ada,) = json.loads(rows("--days", "90", "--format", "json"))
-    assert "what rejected held is not known: " in caplog.text and "no_such_field" in caplog.text
+    assert "the GPU hours of rejected are unknown: " in caplog.text and "no_such_field" in caplog.text
     assert (ada["owner"], ada["runs"], ada["cost"]) == ("ada", 4, 56.0)
     assert CliRunner().invoke(app, ["costs", "--project", "language"]).exit_code == 2

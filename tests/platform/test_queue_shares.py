@@ -174,6 +174,6 @@ def test_submit_and_estimate_ask_the_cluster(client, admin, kubernetes, tmp_path
     kubernetes.content["configmaps"]["strata-queues"] = (403, {})
     client.submit(RunSpec.model_validate({"name": "unknown"}))
     assert caplog.messages == [
-        "whether a queue admits the run is not known: Kubernetes refused to read the config map strata-queues: you may "
+        "cannot check whether a queue admits the run: Kubernetes refused to read the config map strata-queues: you may "
         "not"
     ]

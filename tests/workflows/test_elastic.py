@@ -62,10 +62,10 @@ except BaseException as error:
         (
             "whose_pod_is_stopped",
             "local",
-            ("RECOVERABLE", "the pod was told to stop by SIGTERM"),
+            ("RECOVERABLE", "the pod was stopped by SIGTERM"),
         ),
         # As what Flyte leaves no error for: the attempt may go on when the job is resumed.
-        ("whose_pod_is_stopped", "cluster", ("the pod was told to stop by SIGTERM", "FATAL SystemExit 143")),
+        ("whose_pod_is_stopped", "cluster", ("the pod was stopped by SIGTERM", "FATAL SystemExit 143")),
         # Forked from the agent, whose handler of SIGTERM it does not have.
         ("is_killed_by_sigterm", "cluster", ("RECOVERABLE", "Signal 15 (SIGTERM) received by PID")),
         # The agent starts each process three times, the last two times in vain.

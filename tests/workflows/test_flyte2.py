@@ -365,5 +365,5 @@ def test_a_folder_that_cannot_be_handed_over_ends_a_task_for_good(name, flyte_2,
         "prepare": (None, "out", ""), "prepare_share": (Denied(), "share"), "complete": (Denied(),),
         "train": (RunSpec(), Denied()), "finish": (RunSpec(), None, Denied(), Denied()),
     }[name]  # fmt: skip
-    with pytest.raises(NonRecoverableError, match=r"denied|/lost was to be stored"):
+    with pytest.raises(NonRecoverableError, match=r"denied|/lost is to be stored"):
         asyncio.run(flyte_2.TASKS[name].func(*arguments))

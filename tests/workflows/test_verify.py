@@ -47,7 +47,7 @@ def test_the_report_of_the_same_command_is_returned(verified):
             1,
             REPORT | {"passed": False, "checks": [CHECK | {"status": "fail"}]},
             ValueError,
-            "does not train right: mask: of 3",
+            "does not train correctly: mask: of 3",
         ),
         (2, {"name": "run", "passed": False, "error": "data.source is gone"}, ValueError, "data.source is gone"),
         (68, {"name": "run", "passed": False, "error": "the Hub"}, FlyteRecoverableException, "the Hub"),

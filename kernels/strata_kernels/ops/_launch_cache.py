@@ -174,7 +174,7 @@ def run_cached(host: Callable[..., Any], args: tuple[Any, ...], key: tuple[Any, 
 def _check(
     host: Callable[..., Any], args: tuple[Any, ...], key: tuple[Any, ...], addresses: list[int], recorded: _Replay
 ) -> None:
-    """Raise RuntimeError if `host(*args)` does not do what was recorded."""
+    """Raise RuntimeError if `host(*args)` differs from the recorded call."""
     if len(set(addresses)) != len(addresses):
         return  # As in `run_cached`: a trace is ambiguous.
     _, now = _trace(host, args)
@@ -224,7 +224,7 @@ class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _NotReplayableError(Exception):
-    """A trace does not tell how to replay it."""
+    """A trace cannot be replayed."""
 
 
 def _trace(host: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, _Replay | str]:

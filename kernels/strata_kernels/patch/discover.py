@@ -121,7 +121,7 @@ def plain_pytorch() -> Iterator[None]:
 
 
 def _proof(prove: Callable[[], Recipe], digest: str | None) -> Recipe | NotEqual:
-    """What `prove` finds, kept under `digest` for the next time."""
+    """The result of `prove`, cached under `digest`."""
     result: Recipe | NotEqual
     try:
         result = prove()
@@ -199,7 +199,7 @@ def _prove_norm(module: nn.Module) -> Norm:
     otherwise = {variant: _rounded_otherwise(small, variant, 0.03 * x) for variant in same}
     best = min(same, key=lambda variant: otherwise[variant])
     if otherwise[best] > _MOST_ROUNDED_OTHERWISE:
-        raise NotEqual(f"rounds otherwise in bfloat16, in {otherwise[best]:.0%} of the values")
+        raise NotEqual(f"rounds differently in bfloat16, in {otherwise[best]:.0%} of the values")
     return best
 
 
@@ -265,7 +265,7 @@ def _mlp_variants(module: nn.Module) -> Iterator[Mlp]:
 
     def computes(operator: str) -> bool:
         if activation is None:
-            return operator == "swiglu"  # Some forwards call SiLU by themselves.
+            return operator == "swiglu"  # Some forwards call SiLU as a function.
         return activation_options(operator, getattr(module, activation)) is not None
 
     shape: dict[str, tuple[int, int]] = {n: (m.in_features, m.out_features) for n, m in linears.items()}  # type: ignore[misc]
@@ -307,7 +307,7 @@ def _prove_mlp(module: nn.Module, variants: Sequence[Mlp]) -> Mlp:
                 setattr(small, name, copy(child))
         x = torch.randn(SHAPE, generator=random)
         if draws_random_numbers(small, x):
-            raise NotEqual("drops features at random in training")
+            raise NotEqual("has dropout between its layers")
         if is_equal_module(small, mlp_forward(variant), x, scales=_MLP_SCALES) and _has_dtype_of(small, variant, x):
             return variant
     raise NotEqual(f"computes something else than {variants[0].operator} between its linear layers")

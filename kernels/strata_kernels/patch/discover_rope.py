@@ -88,7 +88,7 @@ def prove_rope(module: nn.Module, names: tuple[str, ...], model: Any) -> Rope:
     config = getattr(module, "config", None)
     # Others, such as the indexers of sparse attention, rotate tensors of other shapes.
     if "Attention" not in cls.__name__ or config is None:
-        raise NotEqual("is no attention with a configuration")
+        raise NotEqual("is not an attention module with a configuration")
     if not has_known_decorators(cls.forward):
         raise NotEqual("has a forward inside of a decorator that calls it in an unknown way")
     if any(i.argval in names and i.opname != "LOAD_GLOBAL" for i in dis.get_instructions(function)):

@@ -40,7 +40,7 @@ class PatchReport:
         excluded: operators left out because the caller asked for it.
         unsupported: the activations, where the table's row has a feed-forward layer of another kind.
         kept: operator → why modules that it could have replaced keep their own code.
-        by_structure: whether the modules were found by what they compute, as the table has no row for the family.
+        by_structure: whether the modules were found by structure, because the table has no row for the family.
         proofs: how many proofs of equality were made for that, and how many were there from an earlier call or process.
     """
 

@@ -96,7 +96,7 @@ def with_parameters_of(original: Forward, forward: Forward) -> Forward:
 
 
 def _names_of(function: Forward) -> tuple[str, ...]:
-    """Its parameters but those by keyword alone."""
+    """Its parameters except keyword-only ones."""
     parameters = inspect.signature(function).parameters.values()
     return tuple(parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY)
 
@@ -127,7 +127,7 @@ def with_rope(original: Forward, rotation: Rope) -> Forward:
 
 
 def has_known_decorators(function: Forward) -> bool:
-    """Whether each decorator of `function`, if it has any, calls what it decorates from its closure alone."""
+    """Whether each decorator of `function`, if any, calls the decorated function only from its closure."""
     while (wrapped := getattr(function, "__wrapped__", None)) is not None:
         if (
             not isinstance(function, FunctionType)
@@ -225,7 +225,7 @@ def _complex_of_patches(query: Tensor, key: Tensor, freqs_ci: Tensor) -> tuple[T
 def _rotate(q: Tensor, k: Tensor, *angles: Tensor, layout: Layout, **options: Any) -> tuple[Tensor, Tensor]:
     if q.dtype == k.dtype:
         return rope(q, k, *angles, layout=layout, **options)
-    # Under autocast, what comes out of a norm may have another dtype than what comes out of a projection.
+    # Under autocast, the result of a norm may have another dtype than the result of a projection.
     y_q, y_k = (_rotate_one(x, *angles, layout=layout, **options) for x in (q, k))
     return y_q, y_k
 
@@ -330,10 +330,10 @@ def causal_lm_forward(original: Forward, recipe: Head) -> Forward:
 def _as_decorated(original: Forward, forward: Forward) -> Forward:
     """`forward`, inside of the decorator that takes arguments from the configuration where `original` is inside of it.
 
-    Towers are told in them which of their layers to give (LLaVA).
+    They tell towers which layers' results to return (LLaVA).
     """
     decorate = import_module("transformers.utils.generic").merge_with_config_defaults
-    # Each use of the decorator makes a function of its own, all with one code.
+    # Each use of the decorator makes a new function; all share one code object.
     code = decorate(forward).__code__
     function: Any = original
     while function is not None:

@@ -113,7 +113,7 @@ def find_gpu(name: str) -> Gpu | None:
     """The GPU model with this name; warns and returns None if `GPUS` does not have it."""
     found = gpu_by_name(name)
     if found is None:
-        log.warning("whether the run fits is not known: %s is not among %s", name, ", ".join(GPUS))
+        log.warning("cannot estimate whether the run fits: %s is not among %s", name, ", ".join(GPUS))
     return found
 
 

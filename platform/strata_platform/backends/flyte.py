@@ -206,7 +206,7 @@ class FlyteBackend:
             try:
                 found += cold_start.of_record(self._record(execution), found)
             except BackendError as error:
-                log.warning("where the time of the start went is not known: %s", error)
+                log.warning("cannot read how long the phases of the start took: %s", error)
         return sorted(found, key=lambda event: event.time)
 
     def cancel(self, name: str) -> None:
@@ -362,7 +362,7 @@ class FlyteBackend:
                     raise
                 except StrataError as error:
                     # A rule of the store may have removed the inputs.
-                    log.warning("what %s held is not known: %s", run.name, error)
+                    log.warning("the GPU hours of %s are unknown: %s", run.name, error)
                     yield run, None
 
     def _held_by(self, run: Run, execution: str) -> list[Held]:
@@ -396,6 +396,6 @@ class FlyteBackend:
         try:
             statuses = self._kubernetes().statuses(live.values())
         except BackendError as error:
-            log.warning("which runs wait is not known: %s", error)
+            log.warning("cannot read which runs are waiting: %s", error)
             return runs
         return [with_status(run, statuses[live[run.name]]) if run.name in live else run for run in runs]

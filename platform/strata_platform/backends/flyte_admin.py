@@ -18,7 +18,7 @@ from flyteidl.core import identifier_pb2, literals_pb2
 from flyteidl.service import admin_pb2_grpc
 
 from strata_platform.backends.flyte_config import FlyteConfig
-from strata_platform.backends.flyte_login import failures_told, logged_in_channel
+from strata_platform.backends.flyte_login import logged_in_channel, login_errors_explained
 from strata_platform.backends.flyte_token import token_header
 
 _PAGE = 100
@@ -81,7 +81,7 @@ class FlyteAdmin:
             header = None if self._headers else token_header(self.config, self._channel)
             self._headers = [header] if header else []
             self._needs_flytekit = header is None
-        with failures_told():
+        with login_errors_explained():
             return getattr(self._logged_in, method)(request, timeout=_SECONDS)
 
     def execution_id(self, name: str) -> identifier_pb2.WorkflowExecutionIdentifier:

@@ -38,8 +38,8 @@ def logged_in_channel(config: FlyteConfig, options: Sequence[tuple[str, Any]]) -
 
     # It would write the address that the browser comes back to, which has the code for a token, to standard error.
     OAuthCallbackHandler.log_message = lambda *_: None
-    _mend_device_flow()
-    with failures_told():
+    _fix_device_flow()
+    with login_errors_explained():
         platform = PlatformConfig.auto(config.file)
         _reject_unanswered_browser(platform)
         channel = upgrade_channel_to_proxy_authenticated(platform, get_channel(platform, options=list(options)))
@@ -47,18 +47,18 @@ def logged_in_channel(config: FlyteConfig, options: Sequence[tuple[str, Any]]) -
 
 
 @contextmanager
-def failures_told() -> Iterator[None]:
-    """Raise what flytekit's authenticators raise as LoginFailed; what they print goes to standard error."""
+def login_errors_explained() -> Iterator[None]:
+    """Raise errors of flytekit's authenticators as LoginFailed; their output goes to standard error."""
     try:
         # `--format json` has standard output for itself.
         with redirect_stdout(sys.stderr):
             yield
     except (RuntimeError, ValueError, OSError) as error:
-        # Of a server that refuses, a configuration without a client, and a server or file that is not there.
+        # A server that rejects the login, a configuration without a client, a missing server or file.
         raise LoginFailed(f"{error}; {_WAYS}") from error
 
 
-def _mend_device_flow() -> None:
+def _fix_device_flow() -> None:
     """Mend what flytekit 1.16 does at two answers of a provider, where it raises KeyError and TypeError."""
     from flytekit.clients.auth import token_client
 

@@ -112,7 +112,7 @@ def held_by(job: Object, run: Run, workloads: Sequence[Object]) -> list[Held] | 
     """What a JobSet held while Kueue admitted it; without a queue, from its creation to its end. None: not known."""
     mine = [workload for workload in workloads if is_of(workload, {job["metadata"]["uid"]})]
     if QUEUE in labels_of(job) and not mine:
-        log.warning("what %s held is not known: Kueue's workload of %s is gone", run.name, run.where)
+        log.warning("the GPU hours of %s are unknown: Kueue's workload of %s is gone", run.name, run.where)
         return None
     until = run.ended or time.time()
     seconds = sum(_admitted_seconds(each, until) for each in mine) if mine else until - (run.submitted or until)

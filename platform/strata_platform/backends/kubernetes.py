@@ -105,12 +105,12 @@ class KubernetesBackend:
             try:
                 username = self._namespace().api.account()
             except ApiError as error:
-                log.warning("who you are for Kubernetes is not known, and your name here is taken: %s", error)
+                log.warning("cannot read your account from Kubernetes, so your user name here is the owner: %s", error)
                 return this_user()
         if username.startswith(_SHARED) and _OWNER in os.environ:
             return this_user()
         if (own := owner_of_account(username)) != os.environ.get(_OWNER, own):
-            log.warning("%s is not taken: the runs' owner is %s, as Kubernetes knows you", _OWNER, own)
+            log.warning("%s is ignored: the runs' owner is %s, your account in Kubernetes", _OWNER, own)
         return own
 
     def finished(self, spec: RunSpec) -> Run | None:
@@ -310,7 +310,7 @@ class KubernetesBackend:
                 record = record_of(self._namespace(), self._namespace().pods(job["metadata"]["name"]))
                 found += cold_start.of_record(record or {}, found)
             except BackendError as error:
-                log.warning("where the time of the start went is not known: %s", error)
+                log.warning("cannot read how long the phases of the start took: %s", error)
         return sorted(found, key=lambda event: event.time)
 
     def cancel(self, name: str) -> None:

@@ -170,7 +170,7 @@ def require_admission(namespace: Callable[[], Namespace], resources: Resources, 
         where = namespace()
         text = where.text(CONFIG_MAP, KEY)
     except BackendError as error:
-        log.warning("whether a queue admits the run is not known: %s", error)
+        log.warning("cannot check whether a queue admits the run: %s", error)
         return
     is_job = where.origin is JOB_SET or topology.nnodes > 1
     if text is not None and (problem := Shares.parse(text).problem(resources, topology, is_job=is_job)):

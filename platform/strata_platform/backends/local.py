@@ -63,7 +63,7 @@ class LocalBackend:
             return None
         except (OSError, subprocess.SubprocessError) as error:
             output = getattr(error, "stdout", None) or error
-            log.warning("whether the run fits is not known: nvidia-smi failed: %s", str(output).strip())
+            log.warning("cannot estimate whether the run fits: nvidia-smi failed: %s", str(output).strip())
             return None
         return find_gpu(answer.stdout.partition("\n")[0])
 
@@ -184,7 +184,7 @@ class LocalBackend:
         missing = [str(path) for path in found.values() if not path.exists()]
         if missing:
             raise NotReady(
-                f"{name} has succeeded, but {', '.join(missing)} is missing: somebody removed it", status=410
+                f"{name} has succeeded, but {', '.join(missing)} is missing: it was removed after the run", status=410
             )
         if to is not None:
             for kind, target in destinations(to).items():
@@ -211,7 +211,7 @@ class LocalBackend:
                 spec = load_spec(files.spec)
             except SpecError as error:
                 # Another version may have written it.
-                log.warning("what %s held is not known: %s", run.name, error)
+                log.warning("the GPU hours of %s are unknown: %s", run.name, error)
                 yield run, None
                 continue
             record = RunLayout(files.run).record

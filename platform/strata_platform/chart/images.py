@@ -33,7 +33,7 @@ def images_of(manifests: str) -> list[str]:
     try:
         documents = list(yaml.safe_load_all(manifests))
     except yaml.YAMLError as error:
-        raise ValueError(f"the manifests are no YAML: {error}") from error
+        raise ValueError(f"the manifests are not valid YAML: {error}") from error
     found = {qualified(image) for document in documents for image in _images(document) if image != _PLACEHOLDER}
     if not found:
         raise ValueError("the manifests name no image; pipe the output of 'helm template' into this program")

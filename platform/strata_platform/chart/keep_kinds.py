@@ -33,7 +33,7 @@ def keep(stack: Path) -> int:
         raise ValueError(f"{stack}/charts has no Kueue: run 'helm dependency update {stack}' first")
     found = sum(map(_in_archive, archives)) + (_in_folder(folder) if folder.is_dir() else 0)
     if not found:
-        raise ValueError(f"the Kueue in {stack}/charts has no kinds in templates/crd: this is not the chart of 0.19")
+        raise ValueError(f"the Kueue in {stack}/charts has no CRDs in templates/crd: this is not Kueue's chart 0.19")
     return found
 
 

@@ -64,7 +64,7 @@ class RowDataset(Dataset[Row]):
 
     `labels[i]` is `input_ids[i]` for a token with loss and -100 otherwise. The first token of a document has no loss:
     models shift labels by one, and no token of the same document precedes it. `position_ids` restart at each document.
-    With `length`, rows are padded to it; the padding is a document of its own, without labels.
+    With `length`, rows are padded to it; the padding is a separate document without labels.
 
     paired: each chosen answer is followed by the rejected one. `sides` [T], int64, is 1 for tokens of the chosen
     answer, -1 for those of the rejected one and 0 for padding.
@@ -241,7 +241,7 @@ def _pad(row: Row, padding: int, pad_token_id: int) -> Row:
 
 
 def _filler(name: str, size: int, like: Tensor, pad_token_id: int) -> Tensor:
-    """Padding of a column: a document of its own, without labels."""
+    """Padding of a column: a separate document without labels."""
     column = name.removeprefix(MISMATCHED)
     if column == "position_ids":
         return torch.arange(size)
@@ -299,7 +299,7 @@ def collate_flat(batch: list[Row]) -> Batch:
 
 
 def _require_no_media(batch: list[Row]) -> None:
-    """Raise ValueError for rows whose images or audio nothing has taken."""
+    """Raise ValueError for rows with images or audio that were not removed before."""
     if any(name in row for row in batch for name in MEDIA_COLUMNS):
         raise ValueError(
             "data.source: its rows have images or audio, which are read only where all rows are prepared before "

@@ -1,6 +1,6 @@
 """Read an exported model as its users would, and compare it with the trained model.
 
-The comparison runs in a process of its own, which gets nothing from training except the folder.
+The comparison runs in a separate process, which gets nothing from training except the folder.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ ROUNDING = {
     "fp8": Rounding(1 / 15.9, 0.25),
     "int4": Rounding(1 / 14.9, 1.0),
 }
-# Settings that transformers' reader of GGUF files leaves at a default of its own in some families.
+# Settings that transformers' reader of GGUF files leaves at its own default in some families.
 _UNREAD_SETTINGS = (
     "rope_parameters", "head_dim", "sliding_window", "attention_bias", "mlp_bias", "query_pre_attn_scalar",
     "moe_intermediate_size", "norm_topk_prob", "attn_logit_softcapping", "final_logit_softcapping", "layer_types",
@@ -197,7 +197,7 @@ def weights_apart(folder: Path, model: PreTrainedModel, bound: float) -> str | N
 
 
 def _named(found: dict[str, Tensor], name: str) -> Tensor:
-    """The tensor of a model that a folder names so; experts have names of their own in a folder."""
+    """The tensor of a model with this name in a folder; experts have other names in a folder."""
     expert = _EXPERT.fullmatch(name)
     if expert is None or name in found:
         return found[name]

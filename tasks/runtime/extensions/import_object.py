@@ -132,7 +132,7 @@ def _sources(module: str) -> dict[str, Path]:
     while left:
         name = left.pop()
         file = _file_of(name)
-        if name in found or file is None or not _is_beside(name, module):
+        if name in found or file is None or not _is_sibling(name, module):
             continue
         found[name] = file
         package = name if file.name == "__init__.py" else name.rpartition(".")[0]
@@ -152,7 +152,7 @@ def _file_of(name: str) -> Path | None:
     return Path(origin) if origin and origin.endswith(".py") else None
 
 
-def _is_beside(name: str, module: str) -> bool:
+def _is_sibling(name: str, module: str) -> bool:
     """Whether `name` is a module of the same package, or of the same folder if that is no folder of libraries."""
     top, own = name.partition(".")[0], module.partition(".")[0]
     if top == own or top in _STRATA:

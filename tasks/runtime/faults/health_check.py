@@ -63,7 +63,7 @@ def check_health(faults: Faults, folder: RunFolder, processes: Processes) -> Non
         return
     began = time.monotonic()
     limit = min(HANG_SECONDS, faults.hang_timeout)
-    # A folder of its own, so that hang reports of an earlier start are not read.
+    # A separate folder, so that hang reports of an earlier start are not read.
     start = processes.on_main(lambda: f"start-{time.time_ns()}")
     watchdog = Watchdog(folder.hangs / start, processes.rank, processes.world_size, limit)
     with closing(watchdog):

@@ -52,5 +52,5 @@ def require_same_log_probs(
         raise ValueError(
             f"objective.generation.engine: its log-probabilities are {difference:.2g} away from those of training "
             f"on average, more than the {_LIMITS[dtype]} that rounding explains. It computes model_type "
-            f"{model.config.model_type!r} otherwise, or lacks weights; set objective.generation.engine to 'embedded'"
+            f"{model.config.model_type!r} differently, or lacks weights; set objective.generation.engine to 'embedded'"
         )

@@ -160,7 +160,7 @@ class StaticDecoder:
                 body()
         except RuntimeError as error:
             self._pool = None
-            log.warning("generation: no CUDA graph of a token's pass, so that it is slower: %s", error)
+            log.warning("generation: slower without CUDA graphs, because a pass cannot be captured: %s", error)
             return None
         return graph
 

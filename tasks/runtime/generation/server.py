@@ -58,7 +58,7 @@ _UNKNOWN_SECONDS = 10.0
 
 
 class Refused(Exception):
-    """A request that is not answered: its status, what a client may do about it, and why."""
+    """A rejected request: its status, what the client may do, and why."""
 
     def __init__(self, status: HTTPStatus, code: str, message: str) -> None:
         super().__init__(message)
@@ -98,7 +98,7 @@ class GenerationServer(ThreadingHTTPServer):
         self._host = host
         listening = socket.create_server((host, weights_port))
         self._weights_port = listening.getsockname()[1]
-        # By itself it would listen on every address.
+        # The default would listen on every address.
         self._store = dist.TCPStore(  # type: ignore[attr-defined]
             host,
             self._weights_port,
@@ -115,7 +115,7 @@ class GenerationServer(ThreadingHTTPServer):
         """How the engine failed; "" while it has not."""
 
     def open_session(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Serve the process that calls itself `key` from now on. Its weights' version, None if there are none.
+        """Serve the process with `key` from now on. Returns the version of its weights, None if there are none.
 
         Keys are in the order in which processes have started.
         """
@@ -198,14 +198,14 @@ class GenerationServer(ThreadingHTTPServer):
         return {"samples": samples_to_json(job.samples)}
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that is gone is no error of the server."""
+        """A client that has disconnected is not an error of the server."""
         if isinstance(sys.exception(), OSError):
-            log.warning("a client is gone: %s", sys.exception())
+            log.warning("a client has disconnected: %s", sys.exception())
         else:
             log.exception("a request failed")
 
     def close(self) -> None:
-        """Stop to listen, and remove what was written."""
+        """Stop listening, and remove the files that were written."""
         self.server_close()
         del self._store
         self._folder.cleanup()
@@ -228,7 +228,7 @@ class GenerationServer(ThreadingHTTPServer):
             raise Refused(HTTPStatus.CONFLICT, "no_session", f"the server lacks the weights {version}")
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
-        """Do what only a broken engine, or one that cannot be built, fails at."""
+        """Run `work`, whose errors mean that the engine is broken or cannot be built."""
         try:
             return work()
         except Exception as error:
@@ -243,7 +243,7 @@ class GenerationServer(ThreadingHTTPServer):
         return self.failed
 
     def _require_working(self) -> None:
-        """A broken engine is not asked again by the requests that wait."""
+        """Reject waiting requests after the engine has failed."""
         if self.failed:
             raise Refused(HTTPStatus.INTERNAL_SERVER_ERROR, "failed", self.failed)
 
@@ -254,7 +254,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _SOCKET_SECONDS
 
     def setup(self) -> None:
-        """Begin with a client that is not known, whose connection ends by itself, however slowly it sends."""
+        """Accept an unknown client; its connection has a time limit, however slowly it sends."""
         super().setup()
         self._unknown = Timer(_UNKNOWN_SECONDS, self._hang_up)
         self._unknown.daemon = True
@@ -325,7 +325,7 @@ class _Handler(BaseHTTPRequestHandler):
         return size
 
     def _skip_body(self) -> None:
-        """Read what is not kept: a connection that is closed before loses the answer, too."""
+        """Read and drop the body: closing the connection before would lose the answer, too."""
         left = self._size()
         while left and (read := self.rfile.read(min(left, _SKIPPED))):
             left -= len(read)
@@ -348,7 +348,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing of each request."""
+        """Log no request."""
 
 
 def engine_maker(engine: str, tensor_parallel: int, memory: float) -> MakeEngine:

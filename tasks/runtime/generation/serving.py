@@ -132,7 +132,7 @@ def shared_token(host: str) -> str:
         raise ValueError(f"{TOKEN} has characters that no header of HTTP may have; use printable ASCII alone")
     if not token and host not in LOOPBACK:
         raise ValueError(
-            f"{TOKEN} is not set, and whoever reaches {host} could take the weights over; set it to the same secret "
+            f"{TOKEN} is not set, and anyone who can reach {host} could replace the weights; set it to the same secret "
             "where the server and the run start, from a Secret of the cluster"
         )
     return token

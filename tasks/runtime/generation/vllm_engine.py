@@ -1,4 +1,4 @@
-"""vLLM in the process that trains: an engine of its own on each rank, which gets the weights before it generates.
+"""vLLM in the training process: one engine per rank, which gets the weights before it generates.
 
 The weights are handed over as tensors of the same process, by vLLM's own reload, which writes them to where its CUDA
 graphs read them. While the model learns, vLLM's weights are in host memory and its keys and values nowhere.

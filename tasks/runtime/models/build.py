@@ -230,7 +230,7 @@ def require_embeddings(model: Model, data: PreparedData) -> None:
     text becomes such a token, and prepared rows must not contain it.
     """
     tokenizer, name = data.tokenizer(), model.name
-    # A multimodal model has its text configuration in a part of its own.
+    # A multimodal model has its text configuration in a separate section.
     embedded = load_config(model).get_text_config().vocab_size
     if max(tokenizer.get_vocab().values()) >= embedded:
         # Llama 3.2 Vision embeds some tokens more than it predicts.
@@ -340,7 +340,7 @@ def require_shared_loss(model: nn.Module) -> None:
     cls = type(model)
     if "loss_function" not in inspect.unwrap(cls.forward).__code__.co_names:
         raise ValueError(
-            f"model.name: {cls.__name__} computes its loss by code of its own, which ignores the number of tokens in a "
+            f"model.name: {cls.__name__} computes its loss with its own code, which ignores the number of tokens in a "
             "step; choose a causal language model that uses transformers' loss_function"
         )
 

@@ -125,7 +125,7 @@ def readable(source: str) -> Iterator[None]:
             reason = f"{type(error).__name__}: {reason}"
         if "trust_remote_code" in reason:
             raise ValueError(
-                f"model.name {source!r} brings code of its own, which is run only if model.trust_remote_code names it: "
+                f"model.name {source!r} contains Python code, which runs only if model.trust_remote_code names it: "
                 "read the code, and see docs/remote-code.md"
             ) from error
         if unknown := _NO_CLASS.search(reason):

@@ -58,7 +58,7 @@ class Grpo:
         self._reference_fused = False
         # The answers that steps learn from, and the numbers of those that the first of them asked for.
         self._step: Step | None = None
-        self._asked: list[int] = []
+        self._prompt_numbers: list[int] = []
         self._batches: list[Batch] = []
         # Whether this process has written answers since the start or the last rollback.
         self._written = False
@@ -126,12 +126,12 @@ class Grpo:
         assert self._rollout is not None and self._context is not None and self._context.whole is not None
         prompts = [prompt for batch in batches for prompt in prompts_of(batch)]
         asked = [prompt.answer or 0 for prompt in prompts if prompt is not None]
-        if asked != self._asked:
+        if asked != self._prompt_numbers:
             self._context.whole.update()
             self._rollout.update_weights(processes)
             asking = [prompt for prompt in prompts if prompt is not None]
             self._step = self._rollout.run(asking, processes, self._upcoming(asking))
-            self._asked = asked
+            self._prompt_numbers = asked
             size = self._spec.training.micro_batch_size
             self._batches = [
                 self._context.collate(rows_of(self._step, first, size)) for first in range(0, len(asked), size)
@@ -139,13 +139,13 @@ class Grpo:
             if self._settings.num_iterations > 1:
                 self._batches = [self._with_old(model, batch, processes) for batch in self._batches]
             if processes.is_main:
-                self._tell(self._step, min(asked))
+                self._write_answers(self._step, min(asked))
                 self._warn_of_silence(self._step, min(asked))
         return [dict(batch) for batch in self._batches]
 
     def rolled_back(self) -> None:
-        """Forget the answers: the weights that gave them are gone."""
-        self._step, self._asked, self._batches = None, [], []
+        """Drop the answers: their weights no longer exist."""
+        self._step, self._prompt_numbers, self._batches = None, [], []
         self._written = False
         if self._rollout is not None:
             self._rollout.rolled_back()
@@ -186,7 +186,7 @@ class Grpo:
         log_probs = found.log_probs.flatten()
         generated = batch["generated"].flatten()
         reference = self._reference_log_probs(model, batch, max_targets) if settings.beta else None
-        # Of the policy that has generated: what it has become since is in the ratio.
+        # Of the policy that generated the answers: its changes since then are in the ratio.
         old = batch["old"].flatten() if "old" in batch else log_probs.detach()
         weights = None
         if (most := settings.largest_weight) is not None:
@@ -232,7 +232,7 @@ class Grpo:
         return max(self._step.answers, 1), max(self._step.tokens, 1)
 
     def _of_step(self, device: torch.device) -> dict[str, Tensor]:
-        """This micro-batch's part of what is known of the step as a whole."""
+        """This micro-batch's part of the values that were computed for the whole step."""
         if self._step is None:
             return {}
         parts = self._spec.training.gradient_accumulation_steps * self._spec.dp_size
@@ -291,7 +291,7 @@ class Grpo:
         """The first step that learns from an answer, counted from 1; data that was skipped counts, too."""
         return answer // self._spec.rows_per_step * self._settings.num_iterations + 1
 
-    def _tell(self, step: Step, first: int) -> None:
+    def _write_answers(self, step: Step, first: int) -> None:
         """Write the answers to the first prompt of a step to `answers.jsonl` of the run's folder, in the place of what
         stands there of this step and of later ones.
         """

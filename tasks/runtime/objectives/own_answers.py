@@ -52,7 +52,7 @@ class OwnAnswers:
         data = context.data
         if data.manifest.has_media:
             raise ValueError(
-                "objective.on_policy: the data have images or audio, and the student answers texts alone; set "
+                "objective.on_policy: the data have images or audio, and the student can only answer text; set "
                 "objective.on_policy to 0"
             )
         assert context.whole is not None and context.generator is not None

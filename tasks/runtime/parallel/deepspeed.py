@@ -118,7 +118,7 @@ class Deepspeed:
         deepspeed.zero.Init(module=model, config_dict_or_path=config)
 
     def _register_weight_shards(self, model: PreTrainedModel) -> None:
-        """Stage 3: tell checkpoints where the shards are. A parameter is empty except while its layer runs."""
+        """Stage 3: give checkpoints the shards. A parameter is empty except while its layer runs."""
         for parameter in model.parameters():
             register_flat_shard(parameter, partial(_weights, parameter, self._processes.rank))
         # The fused loss reads the head's weight without calling the head. DeepSpeed gathers that weight too, because it

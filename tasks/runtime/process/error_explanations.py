@@ -62,7 +62,9 @@ _FOREIGN_ERRORS: list[tuple[str, Explanation]] = [
         r"Watchdog caught collective operation timeout|milliseconds before timing out|Timed out waiting \d+ ?ms"
         r"|monitoredBarrier|wait timeout after \d+ ?ms|client socket has timed out"
         r"|Timed out after \d+ seconds waiting for clients|Connection timed out",
-        Explanation("a process waited for the others in vain: one of them ended, hangs, or has lost the network", True),
+        Explanation(
+            "a process waited for the others until a timeout: one of them ended, hangs, or lost the network", True
+        ),
     ),
     (
         r"Connection (closed|reset|refused)|Broken pipe|remote process exited|unhandled system error"

@@ -271,7 +271,7 @@ _SECONDS = {
 
 
 def startup(record: CompletionRecord) -> Table:
-    """Where the time of the last start went, until its second step."""
+    """How long each phase of the last start took, until its second step."""
     rows = [(words(name), duration(seconds)) for name, seconds in record.startup.items()]
     total = [("Together", duration(sum(record.startup.values())))] if rows else []
     return Table(("Start", "Time"), rows + total)
@@ -337,7 +337,7 @@ def accounting(counts: Mapping[str, int]) -> Accounting | None:
 
 
 def sources(record: CompletionRecord) -> Table:
-    """What the run read of each of several sources, and the losses on their validation rows."""
+    """The rows that the run read of each of several sources, and the losses on their validation rows."""
     rows: list[tuple[Cell, ...]] = []
     for share in record.sources:
         read = ("evaluation", "", "", "", "") if share.weight is None else _share(share)

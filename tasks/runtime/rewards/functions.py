@@ -38,7 +38,7 @@ _SECONDS = 1.0
 
 
 class ColumnError(ValueError):
-    """A row has something in a column that a reward cannot use. row: its place among the answers."""
+    """A row has a value in a column that a reward cannot use. row: its index among the answers."""
 
     def __init__(self, row: int, message: str) -> None:
         super().__init__(message)
@@ -61,7 +61,7 @@ def _content(content: Any) -> str:
 def exact_match(
     completions: Sequence[Any], *, column: str = "answer", ignore_case: bool = False, **columns: Sequence[Any]
 ) -> list[float | None]:
-    """Whether an answer is the text in `column`, but for white space around it."""
+    """Whether an answer equals the text in `column`, ignoring white space around it."""
 
     def normal(text: str) -> str:
         return text.strip().lower() if ignore_case else text.strip()
@@ -189,7 +189,7 @@ def unit_tests(
     with ThreadPoolExecutor(_share_of_cpus()) as pool:
         found = list(pool.map(passes, completions, tests))
     late = sum(each is None and there is not None for each, there in zip(found, tests, strict=True))
-    _tell_of_late("unit_tests", late, len(found), total_seconds)
+    _warn_of_late_answers("unit_tests", late, len(found), total_seconds)
     return [None if each is None else float(each) for each in found]
 
 
@@ -212,7 +212,7 @@ def tests_of(value: Any, column: str, row: int) -> str | None:
         statements = ast.parse(tests).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ColumnError(
-            row, f"the column {column!r} holds {_short(tests)}, which is no Python: {error}; correct the row"
+            row, f"the column {column!r} holds {_short(tests)}, which is not valid Python: {error}; correct the row"
         ) from None
     if not any(map(_runs, statements)):
         raise ColumnError(
@@ -262,11 +262,11 @@ def _each(name: str, count: int, of: Callable[[int], bool | None], total_seconds
         found.append(None if value is None else float(value))
     if slow:
         print(f"{name}: {slow} of {count} answers took more than {_SECONDS:g} s and have 0", file=sys.stderr)
-    _tell_of_late(name, late, count, total_seconds)
+    _warn_of_late_answers(name, late, count, total_seconds)
     return found
 
 
-def _tell_of_late(name: str, late: int, count: int, seconds: float | None) -> None:
+def _warn_of_late_answers(name: str, late: int, count: int, seconds: float | None) -> None:
     if late:
         print(
             f"{name}: {late} of {count} answers had no turn within {seconds:g} s and have no value; raise `seconds` of "
@@ -276,12 +276,12 @@ def _tell_of_late(name: str, late: int, count: int, seconds: float | None) -> No
 
 
 class _TooSlow(BaseException):
-    """No `Exception`, which libraries may catch."""
+    """Not an `Exception`, because libraries may catch those."""
 
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Raises _TooSlow in what takes more processor time. Matching looks for signals, which threads do not get."""
+    """Raises _TooSlow in the block after a limit of CPU time. Matching checks for signals, which threads do not get."""
 
     def stop(*_: Any) -> None:
         raise _TooSlow

@@ -76,7 +76,7 @@ class RewardFunction:
         self._term, self._field = term, f"objective.rewards[{number}]"
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-        self._asked: Answers | None = None
+        self._pending: Answers | None = None
         # Of the last request: its reply has the same number.
         self._number = 0
         self._start()
@@ -97,7 +97,7 @@ class RewardFunction:
         if self._process is None:
             self._start()
         assert self._connection is not None
-        self._asked = answers
+        self._pending = answers
         self._send({"count": len(answers), "values": answers.values()})
 
     def finish(self) -> list[float | None]:
@@ -106,8 +106,8 @@ class RewardFunction:
         Raises:
             ValueError: the function raised an error, took too long, or returned something else than numbers.
         """
-        assert self._asked is not None
-        answers, self._asked = self._asked, None
+        assert self._pending is not None
+        answers, self._pending = self._pending, None
         late = _REPLY_SECONDS if is_shipped(str(self._term.function)) else 0.0
         reply = self._receive(self._term.seconds + late, f"for {len(answers)} answers")
         if reply["outcome"] == "error":

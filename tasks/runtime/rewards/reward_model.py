@@ -38,8 +38,8 @@ class RewardModel:
             raise ValueError(f"objective.rewards[{number}].model: {error}") from error
         if self._tokenizer.eos_token_id is None:
             raise ValueError(
-                f"objective.rewards[{number}].model {term.model!r} has a tokenizer without an end token, whose place "
-                "has the score of a text; set its eos_token"
+                f"objective.rewards[{number}].model {term.model!r} has a tokenizer without an end token, at which the "
+                "score of a text is read; set its eos_token"
             )
         if self._model.config.pad_token_id is None:
             pad = self._tokenizer.pad_token_id

@@ -97,7 +97,7 @@ def run_tests(code: str, tests: str, seconds: float, memory_mib: int, until: flo
     finally:
         _remove(folder)
     if written == _WITH_NETWORK:
-        _tell_of_network()
+        _warn_of_network()
     if process.returncode == _TOO_LATE:
         return None
     return process.returncode == _PASSED
@@ -112,7 +112,7 @@ def _remove(folder: str) -> None:
 
 
 @functools.cache
-def _tell_of_network() -> None:
+def _warn_of_network() -> None:
     print("unit_tests: this machine lets users make no namespaces, so code of answers has network", file=sys.stderr)
 
 

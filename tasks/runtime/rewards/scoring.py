@@ -25,7 +25,7 @@ class Rewards:
 
     def __init__(self, terms: Sequence[RewardTerm], device: torch.device) -> None:
         self._terms = terms
-        self._asked: Answers | None = None
+        self._pending: Answers | None = None
         self._made = [
             RewardModel(term, number, device) if term.function is None else RewardFunction(term, number)
             for number, term in enumerate(terms)
@@ -38,8 +38,8 @@ class Rewards:
 
     def begin(self, answers: Answers) -> None:
         """Start to score answers: functions, which have processes of their own, go on beside what follows."""
-        assert self._asked is None
-        self._asked = answers
+        assert self._pending is None
+        self._pending = answers
         for reward in self._made:
             if isinstance(reward, RewardFunction):
                 reward.begin(answers)
@@ -49,8 +49,8 @@ class Rewards:
 
         Raises ValueError, which names the reward and the row, if one of them fails.
         """
-        assert self._asked is not None
-        answers, self._asked = self._asked, None
+        assert self._pending is not None
+        answers, self._pending = self._pending, None
         return [
             reward.finish() if isinstance(reward, RewardFunction) else reward.score(answers) for reward in self._made
         ]

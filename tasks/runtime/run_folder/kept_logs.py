@@ -1,4 +1,4 @@
-"""Keeps what a pod's processes print in the run's folder, for when the pod and its log are gone.
+"""Copies the output of a pod's processes to the run's folder, because Kubernetes removes a pod's log with it.
 
 The first process of a pod copies the files that `process.kept_output` writes, in a thread: every `VOLUME_SECONDS` to
 `logs/` of the run's folder, every `STORE_SECONDS` to `<checkpoint.url>/<name>/logs/`, and to both at its end. Of a pod
@@ -56,7 +56,7 @@ _UNKNOWN = kept_log.dropped(None)
 
 
 class Excerpt:
-    """The first lines of a log and the newest ones, each part of a size; what is between is dropped and counted."""
+    """The first and the newest lines of a log, each up to a size; lines between them are dropped and counted."""
 
     def __init__(self, head: int, tail: int) -> None:
         self._left, self._tail_bytes = head, tail
@@ -88,7 +88,7 @@ class Excerpt:
 
 
 class OutputReader:
-    """Reads the files that the processes of this pod write, also those of processes that are gone."""
+    """Reads the files that the processes of this pod write, also those of ended processes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -122,7 +122,7 @@ class OutputReader:
 
 
 class _Place:
-    """Where the log is copied to. An error is logged once, and the next copy is tried all the same."""
+    """Where the log is copied to. An error is logged once, and the next copy is tried anyway."""
 
     def __init__(self, where: str, seconds: float, write: Callable[[bytes], object]) -> None:
         self._where, self._seconds, self._write = where, seconds, write
@@ -139,12 +139,12 @@ class _Place:
         except Exception as error:
             if not self._failed:
                 why = redacted(f"{type(error).__name__}: {error}")
-                log.warning("this pod's log cannot be kept in %s, and is gone with the pod: %s", self._where, why)
+                log.warning("this pod's log cannot be copied to %s and will be lost with the pod: %s", self._where, why)
             self._failed = True
 
 
 class LogKeeper:
-    """Copies what the processes of this pod print, in a thread, until `close`."""
+    """Copies the output of the processes of this pod, in a thread, until `close`."""
 
     def __init__(self, folder: Path, places: list[_Place], header: bytes) -> None:
         self._reader, self._places, self._header = OutputReader(folder), places, header
@@ -158,7 +158,7 @@ class LogKeeper:
         try:
             self._thread.start()
         except RuntimeError as error:
-            log.warning("this pod's log is kept at its end only: %s", error)
+            log.warning("this pod's log is copied only when the pod ends: %s", error)
 
     def _copy_until_the_end(self) -> None:
         while True:
@@ -175,12 +175,12 @@ class LogKeeper:
             for line in self._reader.lines():
                 self._excerpt.add(line)
         except OSError as error:
-            log.warning("what this pod's processes printed cannot be read, and is gone with the pod: %s", error)
+            log.warning("the output of this pod's processes cannot be read and will be lost with the pod: %s", error)
         for place in self._places:
             place.copy(self._header + self._excerpt.content(), now=now)
 
     def close(self) -> None:
-        """Copy what is left; gives up after LAST_SECONDS, for the pod has to end. May be called again."""
+        """Copy the remaining lines; gives up after LAST_SECONDS, because the pod must end. May be called again."""
         self._ended.put(None)
         if self._thread.ident is None:
             self._copy(now=True)
@@ -202,11 +202,11 @@ def kept_logs(spec: RunSpec, rank: int | None = None) -> Iterator[Callable[[], o
     name = kept_log.file_name(time.time(), pod)
     try:
         temporary = tempfile.mkdtemp(prefix="strata-output-")
-        # Its name tells the pod's processes the name of the kept log.
+        # The pod's processes read the name of the kept log from its name.
         folder = Path(temporary, name)
         folder.mkdir()
     except OSError as error:
-        log.warning("this pod's log is gone with the pod: no folder for a copy can be made: %s", error)
+        log.warning("this pod's log will be lost with the pod: no folder for a copy can be created: %s", error)
         yield _nothing
         return
     os.environ[VARIABLE] = str(folder)
@@ -217,7 +217,7 @@ def kept_logs(spec: RunSpec, rank: int | None = None) -> Iterator[Callable[[], o
     try:
         yield keeper.close
     except Exception:
-        # Whoever catches it prints it when this has ended.
+        # The caller that catches it prints it after this has ended.
         note(traceback.format_exc())
         raise
     finally:
@@ -243,7 +243,7 @@ def _places(spec: RunSpec, name: str) -> list[_Place]:
         places.append(_Place(url, STORE_SECONDS, lambda content: _store(url, name, content)))
     elif _is_of_the_pod(Path(spec.output)):
         log.warning(
-            "this pod's log is gone with the pod: output %s is on the pod's own disk; set output to a folder on a "
+            "this pod's log will be lost with the pod: output %s is on the pod's own disk; set output to a folder on a "
             "volume, or checkpoint.url",
             spec.output,
         )

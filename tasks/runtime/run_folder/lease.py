@@ -64,7 +64,7 @@ class Lease:
         return None
 
     def _is_free(self, content: dict[str, Any]) -> bool:
-        if content.get("released") or _is_gone(content):
+        if content.get("released") or _has_exited(content):
             return True
         if content != self._seen[0]:
             self._seen = (content, self._clock())
@@ -100,8 +100,8 @@ class Lease:
         """Raises ValueError if another process has taken the lease: this one may write no more."""
         if self._lost_to:
             raise ValueError(
-                f"{self._url} is being trained by {self._lost_to}, which took over while this process was not heard of "
-                f"for {EXPIRY:.0f} s; end one of them, or choose another name"
+                f"{self._url} is being trained by {self._lost_to}, which took over because this process "
+                f"did not renew its lease for {EXPIRY:.0f} s; end one of them, or choose another name"
             )
 
     def release(self) -> None:
@@ -188,7 +188,7 @@ def _started(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 
-def _is_gone(content: dict[str, Any]) -> bool:
+def _has_exited(content: dict[str, Any]) -> bool:
     """Whether the holder was a process that this one would see, and does not."""
     me = _process()
     if not me or any(content.get(name) != me[name] for name in ("boot", "namespace")):

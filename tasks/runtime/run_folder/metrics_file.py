@@ -75,4 +75,4 @@ def _lines(path: Path) -> Iterator[MetricPoint | EvaluationPoint]:
             values = json.loads(line)
             yield EvaluationPoint.of(values) or MetricPoint.of(values)
         except (json.JSONDecodeError, TypeError):
-            log.warning("%s:%d is not a metrics line (torn by a kill?); skipped", path, number)
+            log.warning("%s:%d is not a metrics line (cut off by a kill?); skipped", path, number)

@@ -98,7 +98,7 @@ class CudaGraphs:
         self.unit = objective.unit
         self._always = training.cuda_graphs is True
         self._accumulates = training.gradient_accumulation_steps > 1
-        # Compiled layers decide by themselves what they keep.
+        # The compiler decides which activations compiled layers keep.
         self._context: Callable[[], AbstractContextManager[None]] = nullcontext if training.compile else recomputing
         self._timer = _HostTimer()
         self._warmup = _WARMUP

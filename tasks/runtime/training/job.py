@@ -355,11 +355,11 @@ class Job:
 
 
 class StoppedEarly(Exception):
-    """Training has ended before its last step, because the validation loss does not fall any more."""
+    """Training has ended before its last step, because the validation loss no longer falls."""
 
 
 class _StopRequested(Exception):
-    """A rank received SIGTERM during an evaluation, which is left."""
+    """A rank received SIGTERM during an evaluation, which ends early."""
 
 
 class Framework(Protocol):

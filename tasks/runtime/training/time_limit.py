@@ -35,7 +35,7 @@ class TimeLimit:
         self._limit, self._left, self._processes, self._clock = limit, (limit or 0) - spent, processes, clock
         self.is_used_up = limit is not None and self._left <= 0
         """Whether training has to end."""
-        self._told = False
+        self._announced = False
         self._began: float | None = None
         self._asked_at, self._asked_after, self._ask_after = 0.0, 0, 0
 
@@ -60,9 +60,9 @@ class TimeLimit:
             return False
         left, self._ask_after = self._processes.on_main(lambda: self._look(step))
         self.is_used_up = left <= 0
-        if self._told or left > self._notice:
+        if self._announced or left > self._notice:
             return self.is_used_up
-        self._told = True
+        self._announced = True
         if self._processes.is_main and not self.is_used_up:
             log.warning(
                 "resources.time_limit: %.0f of %d s are left; step %d is saved now, and training ends with another "

@@ -153,7 +153,7 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
         else:
             # The last checkpoint may not be in the store yet.
             run.processes.on_main(lambda: run.uploader.finish() if run.uploader is not None else None)
-    # Each rank by itself: the others would wait for the first one in a collective, which has a time limit.
+    # Each rank waits alone: in a collective, which has a time limit, the others would wait for the first one.
     data = data.completed()
     warmup = run.training_warmup.metadata()
     record = run.processes.on_main(
@@ -177,7 +177,7 @@ def _begin_attempt(run: Session, data: PreparedData) -> int:
 def _stop_if_requested(run: Session, job: Job) -> None:
     """Raises `Preempted` on every rank if one received SIGTERM in the last step and uploads may be pending.
 
-    Later, no rank looks at the stop request, and an upload waits as long as the store is away.
+    Later, no rank checks the stop request, and an upload waits until the store can be reached.
     """
     if run.spec.checkpoint.url and not run.processes.all_true(not job.stop_request.received):
         log.info("received SIGTERM: the last step, %d, is done; its checkpoint may not be uploaded yet", job.newest)

@@ -1,6 +1,6 @@
 """Compile a run's kernels once per pod, before its training processes start, and fetch graphs of `torch.compile`.
 
-Kernels compile in a process of their own (`tasks.runtime.warmup.compile_process`), so that its crash, hang or CUDA
+Kernels compile in a separate process (`tasks.runtime.warmup.compile_process`), so that its crash, hang or CUDA
 context does not affect training. Training starts in any case, and the metadata records what happened. Without a GPU
 there are no kernels, and this process fetches the graphs.
 """

@@ -575,7 +575,7 @@ def test_list_and_get_agree_on_what_waits(client, admin, kubernetes, caplog):
     # Without the right to see pods, runs are listed as Flyte knows them, and the reason is said.
     kubernetes.content["workloads"] = (403, [])
     assert {run.phase for run in client.list()} == {Phase.RUNNING, Phase.FAILED}
-    assert caplog.messages == ["which runs wait is not known: Kubernetes refused to list workloads: you may not"]
+    assert caplog.messages == ["cannot read which runs are waiting: Kubernetes refused to list workloads: you may not"]
 
 
 TRAINING, FINISHING, TASK = "tasks.topology.train_2x4", "tasks.finish.finish", core_pb2.TaskExecution
@@ -620,8 +620,8 @@ def test_costs_are_those_of_every_attempt_that_flyte_knows(client, admin, kubern
         for project in ("flytesnacks", "rival")
     ]
     assert admin.listed == ["flytesnacks", "rival"]
-    assert "what removed held is not known: its inputs are gone" in caplog.text
-    assert "what early held is not known: the spec among its inputs has no resources.gpu_type" in caplog.text
+    assert "the GPU hours of removed are unknown: its inputs are gone" in caplog.text
+    assert "the GPU hours of early are unknown: the spec among its inputs has no resources.gpu_type" in caplog.text
 
 
 def test_a_store_that_does_not_answer_is_said_by_get(client, admin, tmp_path):

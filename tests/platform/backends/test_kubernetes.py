@@ -177,11 +177,11 @@ def test_a_run_that_has_succeeded_is_not_started_again(server, runs, tmp_path, m
     [
         ((201, "oidc:ada@example.com"), None, "oidc-ada-example.com", ""),
         # A person is not another one.
-        ((201, "ada"), "grace", "ada", "STRATA_OWNER is not taken: the runs' owner is ada"),
+        ((201, "ada"), "grace", "ada", "STRATA_OWNER is ignored: the runs' owner is ada"),
         # A program may submit for one.
         ((201, "system:serviceaccount:hub:notebook"), "grace", "grace", ""),
         ((201, "system:serviceaccount:hub:notebook"), None, "system-serviceaccount-hub-notebook", ""),
-        ((403, ""), "grace", "grace", "who you are for Kubernetes is not known"),
+        ((403, ""), "grace", "grace", "cannot read your account from Kubernetes"),
     ],
 )
 def test_the_owner_is_who_kubernetes_knows(server, runs, account, named, owner, said, monkeypatch, caplog):
@@ -353,7 +353,7 @@ def test_what_a_run_held_is_the_time_of_its_admissions(server, runs, caplog):
     assert [held for _, held in runs.held()] == [[]]
     server.content["workloads"] = (200, [])
     assert [held for _, held in runs.held()] == [None]
-    assert "what bot held is not known: Kueue's workload of" in caplog.text
+    assert "the GPU hours of bot are unknown: Kueue's workload of" in caplog.text
 
 
 def test_a_run_goes_on_while_the_node_of_rank_0_does_not_answer(server, runs):

@@ -48,7 +48,7 @@ def test_images_are_found_wherever_a_pod_may_get_them_from():
     ]
 
 
-@pytest.mark.parametrize(("text", "why"), [("a: {", "no YAML"), ("kind: Service", "helm template")])
+@pytest.mark.parametrize(("text", "why"), [("a: {", "not valid YAML"), ("kind: Service", "helm template")])
 def test_what_is_no_manifest_is_refused(text, why):
     with pytest.raises(ValueError, match=why):
         images_of(text)

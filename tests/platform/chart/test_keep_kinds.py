@@ -80,7 +80,7 @@ def test_a_stack_without_kueue_or_with_another_chart_is_refused(tmp_path):
     with pytest.raises(ValueError, match="helm dependency update"):
         keep(tmp_path)
     (tmp_path / "charts/kueue/templates/crd").mkdir(parents=True)
-    with pytest.raises(ValueError, match="no kinds in templates/crd"):
+    with pytest.raises(ValueError, match="no CRDs in templates/crd"):
         keep(tmp_path)
     (tmp_path / "charts/kueue/templates/crd/workloads.yaml").write_text("metadata:\n  name: workloads\n")
     with pytest.raises(ValueError, match=r"workloads\.yaml has no annotations"):

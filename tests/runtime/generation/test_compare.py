@@ -26,5 +26,5 @@ def test_rounding_is_no_difference_and_other_weights_are_one(temperature):
         require_same_log_probs(model, REQUEST, broken, temperature, torch.float32)
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.mul_(-1)
-    with pytest.raises(ValueError, match="model_type 'llama' otherwise, or lacks weights"):
+    with pytest.raises(ValueError, match="model_type 'llama' differently, or lacks weights"):
         require_same_log_probs(model, REQUEST, sample, temperature, torch.float32)

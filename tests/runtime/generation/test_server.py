@@ -564,7 +564,7 @@ def test_a_request_without_the_secret_is_refused(monkeypatch, tmp_path):
             assert json.load(answer) == {"status": "ok"}
     monkeypatch.delenv(TOKEN)
     # Whoever is no neighbor on this machine needs one, and it is missed before training.
-    with pytest.raises(ValueError, match=rf"{TOKEN} is not set, and whoever reaches pod\.svc"):
+    with pytest.raises(ValueError, match=rf"{TOKEN} is not set, and anyone who can reach pod\.svc"):
         require_engine(
             spec_of(tmp_path, "a", {"generation": {"server": "pod.svc:8471", "max_new_tokens": 12}}).objective
         )

@@ -116,7 +116,7 @@ def test_without_the_field_no_code_runs(mine, tmp_path):
     shutil.copytree(mine, tmp_path / "copy")
     bring_code(tmp_path / "copy", model_type="never-registered")
     (tmp_path / "copy" / "modeling_mine.py").write_text("raise SystemExit('it ran')")
-    with pytest.raises(ValueError, match="brings code of its own, which is run only if"):
+    with pytest.raises(ValueError, match="contains Python code, which runs only if"):
         load_config(Model(name=str(tmp_path / "copy")))
 
 

@@ -18,14 +18,22 @@ ERRORS = [
     (
         "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, OpType=ALLREDUCE, "
         "Timeout(ms)=1800000) ran for 1800045 milliseconds before timing out.",
-        "waited for the others in vain",
+        "waited for the others until a timeout",
         True,
     ),
-    ("[enforce fail at ../gloo/transport/tcp/pair.cc] Timed out waiting 1800000ms for recv operation", "in vain", True),
+    (
+        "[enforce fail at ../gloo/transport/tcp/pair.cc] Timed out waiting 1800000ms for recv operation",
+        "until a timeout",
+        True,
+    ),
     ("[../gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:3210", "lost its connection", True),
-    ("Timed out after 901 seconds waiting for clients. 1/2 clients joined.", "in vain", True),
-    ("wait timeout after 300000ms, keys: /default_pg/0//cpu//0", "in vain", True),
-    ("The client socket has timed out after 60000ms while trying to connect to (10.0.0.1, 23456).", "in vain", True),
+    ("Timed out after 901 seconds waiting for clients. 1/2 clients joined.", "until a timeout", True),
+    ("wait timeout after 300000ms, keys: /default_pg/0//cpu//0", "until a timeout", True),
+    (
+        "The client socket has timed out after 60000ms while trying to connect to (10.0.0.1, 23456).",
+        "until a timeout",
+        True,
+    ),
     ("recvVector failed on SocketImpl(fd=3, addr=[a]:1, remote=[b]:2): failed to recv, got 0 bytes", "lost its", True),
     ("ncclSystemError: System call (e.g. socket, malloc) or external library call failed", "lost its conn", True),
     ("NCCL error: remote process exited or there was a network error, NCCL version 2.27.5", "lost its conn", True),

@@ -113,7 +113,7 @@ def test_a_row_without_tests_has_no_value(nothing):
         ("def check(candidate):\n    assert candidate() == 1", r"any answer would pass; add a line .*`check\(NAME\)`"),
         ("N = {'a': 1}\nimport os\nclass T:\n    pass", "any answer would pass"),
         ("['assert f() == 1']", "any answer would pass"),
-        ("assert f( == 1", "is no Python: .*correct the row"),
+        ("assert f( == 1", "is not valid Python: .*correct the row"),
     ],
     ids=["object", "number", "definition", "constants", "list-as-text", "syntax"],
 )

@@ -62,7 +62,7 @@ def without_namespaces(monkeypatch, tmp_path):
         text = Path(module.__file__).read_text()
         (tmp_path / Path(module.__file__).name).write_text(text.replace(flags, "1"))
     monkeypatch.setattr(sandbox, "__file__", str(tmp_path / "sandbox.py"))
-    sandbox._tell_of_network.cache_clear()
+    sandbox._warn_of_network.cache_clear()
 
 
 def test_that_code_has_network_is_told_once(without_namespaces, capfd):

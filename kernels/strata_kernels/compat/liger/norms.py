@@ -131,7 +131,7 @@ class LigerRMSNormForGemma(LigerRMSNorm):
 
 
 class LigerRMSNormForGemma2(LigerRMSNormForGemma):
-    """As `LigerRMSNormForGemma`; in Liger the two differ in what they overwrite."""
+    """As `LigerRMSNormForGemma`; in Liger the two overwrite different tensors."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
 
 
 class LigerRMSNormForOlmo2(LigerRMSNorm):
-    """As `LigerRMSNorm`; in Liger the two differ in what they overwrite."""
+    """As `LigerRMSNorm`; in Liger the two overwrite different tensors."""
 
     def __init__(
         self,

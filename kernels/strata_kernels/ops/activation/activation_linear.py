@@ -92,18 +92,18 @@ def _is_fused(tensors: Sequence[Tensor], weight: Tensor) -> bool:
     first = tensors[0]
     # On meta tensors autocast cannot be asked for, nor be on.
     cast = not first.is_meta and torch.is_autocast_enabled(first.device.type)
-    return weight.dtype == first.dtype and weight.numel() > 0 and not cast and not _is_taken_apart()
+    return weight.dtype == first.dtype and weight.numel() > 0 and not cast and not _is_transformed()
 
 
-def _is_taken_apart() -> bool:
-    """Whether a transform of torch.func, an export or a trace is at work, which do not see into a node."""
+def _is_transformed() -> bool:
+    """Whether a transform of torch.func, an export or a trace is active, which do not see into a node."""
     transformed: bool = torch._C._are_functorch_transforms_active()
     traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined]
     return transformed or traced or torch.compiler.is_exporting()
 
 
 # What `torch.compiler.assume_constant_result` sets, without importing the compiler: it is asked once per compilation.
-_is_taken_apart._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _ActivationLinear(torch.autograd.Function):

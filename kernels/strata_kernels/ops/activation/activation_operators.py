@@ -115,7 +115,7 @@ class Form:
     join: Callable[..., tuple[Tensor, ...]]
 
     def multipliers(self, inputs: tuple[Any, ...]) -> tuple[float, float]:
-        """The gate's and the result's."""
+        """The multipliers of the gate and of the result."""
         return inputs[-2:] if len(inputs) > self.tensors else (1.0, 1.0)
 
 
@@ -354,7 +354,7 @@ def define(name: str, function: str, form: Form) -> Activation:
 
 
 def _is_pushed_forward() -> bool:
-    """Whether `torch.func.jvp` is at work, or what is made of it (jacfwd, hessian): operators have no rule for it."""
+    """Whether `torch.func.jvp`, or a transform on it (jacfwd, hessian), is active: operators have no rule for it."""
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return False
     levels = torch._C._functorch.get_interpreter_stack() or []

@@ -259,7 +259,7 @@ def cross_entropy(
             masked, be it with `torch.finfo(dtype).min`, may have no finite loss: ignore it.
         target: [...], int64, each in [0, V) or `ignore_index`. On a GPU another value turns the loss and its row's
             gradient to NaN; on a CPU it raises.
-        weight: [V], a weight per class, without a gradient of its own.
+        weight: [V], a weight per class, which gets no gradient.
         ignore_index: rows with this target have loss and gradient zero.
         label_smoothing: in [0, 1].
         z_loss: weight of the squared log-partition function.

@@ -4,7 +4,7 @@ The formulas and the products are in `product_kernels.py`, sorting in `routing_k
 `experts_launch.py`.
 
 Source: Shazeer et al., "Outrageously Large Neural Networks", 2017 (arXiv:1701.06538); Guo et al., "SonicMoE", 2025
-(arXiv:2512.14080), for what is kept and what is computed again.
+(arXiv:2512.14080), for the choice of tensors that are kept and recomputed.
 """
 # mypy: allow-untyped-calls
 
@@ -156,7 +156,7 @@ def _adapted(
 class _Up(Operator):
     """h and the routing.
 
-    A node of its own, so that h is released as soon as the gradient of h is there.
+    A separate node, so that h is released as soon as its gradient is computed.
     """
 
     @staticmethod
@@ -208,9 +208,9 @@ class _Up(Operator):
 @operator(f"experts_down_inputs(Tensor h, Tensor down, Tensor index, Tensor router, Tensor? bias, {_LOW_RANK}, "
           f"{_ROUTING}, {_BETWEEN}) -> Tensor")  # fmt: skip
 class _DownInputs(Operator):
-    """What the gradient of the result needs; returns one number in its shape, which stands for it in `_Down`.
+    """Keeps the inputs of the gradient of the result; returns one number, expanded to its shape, for `_Down`.
 
-    A node of its own, because a recomputed layer stops at the last tensor that it keeps: before the product, not after.
+    A separate node, because a recomputed layer stops at the last tensor that it keeps: before the product, not after.
     """
 
     @staticmethod

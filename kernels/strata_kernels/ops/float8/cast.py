@@ -237,7 +237,7 @@ class Cast:
 
 
 def cast(x: Tensor, scaling: str, *, rows: bool, columns: bool, e5m2: bool = False, amax: Tensor | None = None) -> Cast:
-    """Cast a matrix to FP8 with a scale of its own.
+    """Cast a matrix to FP8 with its own scale.
 
     Args:
         x: [R, C], bf16 | fp16 | fp32.

@@ -328,7 +328,7 @@ def _reference(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same in plain PyTorch, for transforms of `torch.func`."""
     if shard.group:
-        raise NotImplementedError("torch.func cannot look into a vocabulary that several processes hold")
+        raise NotImplementedError("torch.func is not supported for a vocabulary that is sharded over processes")
     z = functional.linear(rows.x, weight, bias)
     shape = Options(options.ignore_index, options.label_smoothing, options.z_loss, options.softcap or 0.0)
     losses = reference_losses(z, rows.target, shape, class_weight)

@@ -200,7 +200,7 @@ def _reference(
 ) -> LogProbsAndEntropy:
     """The same in plain PyTorch, for transforms of `torch.func`."""
     if shard.group:
-        raise NotImplementedError("torch.func cannot look into a vocabulary that several processes hold")
+        raise NotImplementedError("torch.func is not supported for a vocabulary that is sharded over processes")
     z = functional.linear(x, weight, bias).to(accumulator(x.dtype))
     z = options.softcap * torch.tanh(z / options.softcap) if options.softcap else z
     log_p = (z / options.temperature).log_softmax(-1)

@@ -279,7 +279,7 @@ def local_heads(
             "a group holds the vocabulary"
         )
     if local.shard.group and is_transformed():
-        raise NotImplementedError("torch.func cannot look into a vocabulary that several processes hold")
+        raise NotImplementedError("torch.func is not supported for a vocabulary that is sharded over processes")
     assert local.beside is not None
     bias_of_shard = None if teacher.bias is None else rows_of_shard(teacher.bias, local.shard, weight)
     return local, Teacher(local.beside, rows_of_shard(teacher.weight, local.shard, weight), bias_of_shard)

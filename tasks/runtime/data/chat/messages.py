@@ -88,7 +88,7 @@ def is_json_chat(value: Any) -> bool:
 
 
 def is_text(value: Any) -> bool:
-    """Whether a value is a text that is no chat by itself."""
+    """Whether a value is a text and not the JSON of a chat."""
     return isinstance(value, str) and not is_transcript(value) and not is_json_chat(value)
 
 

@@ -86,7 +86,7 @@ class ChatTemplate:
         else:
             whole, documents = self._located_turns(messages, learned, context, where, tools, one=train_on == "all")
         self._check.require_all(messages, whole, where, tools)
-        # The template rewrites turns, so that each has a document of its own.
+        # The template rewrites turns, so each turn becomes a separate document.
         split = documents[0].text != whole
         if not self._marked:
             documents = [self._with_ends(document, where) for document in documents]
@@ -267,7 +267,7 @@ class ChatTemplate:
                 if end == len(text):
                     text += self._token_after_turn(where)
                 header = text[max(text.rfind(token, 0, begin) for token in self._special) : begin]
-                if not text.startswith(header, end):  # Not if the assistant goes on in another message.
+                if not text.startswith(header, end):  # Not if the next message is also the assistant's.
                     token = next((token for token in self._special if text.startswith(token, end)), "")
             learned.append((begin, end + len(token)))
         return Rendered(text, learned, document.context)

@@ -1,4 +1,4 @@
-"""What is known of columns: the formats that they make, and the meaning of those that a format does not read.
+"""The known columns: the formats that they form, and the meaning of columns that a format does not read.
 
 Data is published under many names of columns, and three tables hold these: `SHAPES`, the optional columns, and
 `_MEANINGS`. A column that changes what a row means and is not read is refused until it is mapped or ignored.
@@ -71,7 +71,7 @@ SHAPES = (
     Shape("preference_chat", ("instruction", "chosen", "rejected")),
     Shape("preference_chat", ("input", "chosen", "rejected")),
     Shape("preference", ("chosen", "rejected")),
-    # Prompts alone: TRL; questions with what is known about their answers.
+    # Prompts without answers: TRL; questions with columns about their answers.
     Shape("prompt", ("prompt",)),
     Shape("prompt_chat", ("messages",)),
     Shape("prompt_chat", ("question",)),
@@ -106,7 +106,7 @@ def _is_other_than_one(value: Any) -> bool:
 
 
 class _Meaning(NamedTuple):
-    """In which formats, and with which values, a column changes what a row means; what it says; and the way out."""
+    """In which formats, and with which values, a column changes what a row means; its meaning; and what to do."""
 
     formats: tuple[str, ...]
     changes: Callable[[Any], bool]

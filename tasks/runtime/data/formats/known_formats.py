@@ -185,8 +185,8 @@ def raw_text(name: str, columns: tuple[str, ...], row: Row, data: Data) -> str:
         return text
     if name == "tokens":
         raise ValueError(
-            f"data.source: its rows are token ids (column {columns[0]!r}), of which no tokenizer can be trained; set "
-            "model.tokenizer to theirs"
+            f"data.source: its rows are token ids (column {columns[0]!r}), on which no tokenizer can be trained; set "
+            "model.tokenizer to the one that made them"
         )
     if is_own(name) and not is_own_chat(data):
         return "".join(segment.text for segment in own_segments(row, data))

@@ -206,7 +206,7 @@ def _read_other(content: bytes) -> tuple[Samples, int]:
     if known is None and len(content) > 1 and content[0] == 0xFF and content[1] & 0xE0 == 0xE0:
         known = "MP3"
     if known is None:
-        raise ValueError(f"no sound that is read: WAV, FLAC, MP3, Ogg or AIFF ({len(content):,} bytes)")
+        raise ValueError(f"not a known audio format: WAV, FLAC, MP3, Ogg or AIFF ({len(content):,} bytes)")
     if find_spec("soundfile") is None:
         raise MissingPackage(
             f"is {known}, which needs the package soundfile, which is not installed; install strata[{AUDIO.extra}], or "

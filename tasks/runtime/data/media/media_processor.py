@@ -1,4 +1,4 @@
-"""The processor of a multimodal model: the tokens that stand for an image or audio, and the inputs of the model."""
+"""The processor of a multimodal model: the tokens of an image or audio, and the inputs of the model."""
 
 from __future__ import annotations
 
@@ -173,11 +173,11 @@ class MediaProcessor(ABC):
 
     @abstractmethod
     def reader(self, data: Data, counts: MediaCounts) -> ImageReader | AudioReader:
-        """What reads the images or audio of rows for this processor."""
+        """The reader of the rows' images or audio for this processor."""
 
     @abstractmethod
     def open(self, content: bytes) -> Any:
-        """The picture or sound in the bytes of a file."""
+        """The decoded image or audio of a file."""
 
     @abstractmethod
     def inputs(self, opened: list[list[Any]]) -> dict[str, Any]:
@@ -185,22 +185,22 @@ class MediaProcessor(ABC):
 
     @abstractmethod
     def _example(self) -> tuple[bytes, Any]:
-        """The bytes of a small image or audio, and what they hold."""
+        """The bytes of a small image or audio, and its decoded content."""
 
     @abstractmethod
     def _size(self, opened: Any) -> Hashable:
-        """What the tokens depend on."""
+        """The size on which the number of tokens depends."""
 
     @abstractmethod
     def _texts(self, opened: list[Any]) -> list[str]:
-        """The text that the processor puts in the place of each placeholder of a chat."""
+        """The text with which the processor replaces each placeholder of a chat."""
 
     def save(self, folder: Path) -> None:
         """Write the processor with its tokenizer to a folder, for `AutoProcessor.from_pretrained`."""
         self._processor.save_pretrained(str(folder))
 
     def replacements(self, opened: list[Any]) -> list[str]:
-        """The text that stands for each image or audio of a chat in place of the placeholder.
+        """The text that replaces the placeholder of each image or audio of a chat.
 
         It depends on sizes alone, and the processor takes milliseconds to make pixels or spectra.
         """
@@ -225,7 +225,7 @@ class MediaProcessor(ABC):
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def example(self) -> tuple[bytes, list[int]]:
-        """The bytes of a small image or audio, and the ids of the tokens that stand for it."""
+        """The bytes of a small image or audio, and the ids of its tokens."""
         content, opened = self._example()
         (text,) = self.replacements([opened])
         return content, self.encode(text)
@@ -250,7 +250,7 @@ class ImageProcessor(MediaProcessor):
         return open_picture(content)
 
     def inputs(self, opened: list[list[Any]]) -> dict[str, Any]:
-        """Pixels, and what belongs to them."""
+        """Pixels, and their sizes or masks."""
         return dict(self._processor.image_processor(opened, return_tensors="pt"))
 
     def _example(self) -> tuple[bytes, Any]:
@@ -276,7 +276,7 @@ class ImageProcessor(MediaProcessor):
         )
         patch, merged = (getattr(self._processor.image_processor, name, None) for name in ("patch_size", "merge_size"))
         if isinstance(patch, int) and isinstance(merged, int):
-            # Of the families that tell the grid of patches, as Qwen's. Rounding to whole tokens is none.
+            # For families that report the grid of patches, such as Qwen's. Rounding to whole tokens does not count.
             for picture, (_, *grid) in zip(opened, encoded.get("image_grid_thw", ()), strict=False):
                 height, width = (int(patches) * patch + patch * merged / 2 for patches in grid)
                 self._reduced[picture.size] = height < picture.height or width < picture.width
@@ -315,7 +315,7 @@ class AudioProcessor(MediaProcessor):
         return open_sound(content)
 
     def inputs(self, opened: list[list[Any]]) -> dict[str, Any]:
-        """Spectra, and what belongs to them."""
+        """Spectra, and their masks."""
         return self._features([sound.at(self._rate) for chat in opened for sound in chat])
 
     def _example(self) -> tuple[bytes, Any]:
@@ -383,5 +383,5 @@ class VoxtralProcessor(AudioProcessor):
         return {"input_features": features}
 
 
-# In the order in which they are asked. A model that takes both is one of images.
+# In this order: a model that takes both counts as a model of images.
 _CLASSES: tuple[type[MediaProcessor], ...] = (VoxtralProcessor, ImageProcessor, AudioProcessor)

@@ -132,7 +132,7 @@ class Encoder:
         ]
 
     def _beginning(self, document: Document) -> Document:
-        """The document, or as much of it as no row takes."""
+        """The document, or a beginning that is already longer than a row."""
         characters = sum(len(segment.text) for segment in document.segments)
         # A teacher's tokens are matched with those of the whole document.
         if self.longest is None or document.top_tokens is not None:
@@ -262,7 +262,7 @@ def _backend_of(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
 
 
 def _given(document: Document, tokens: Tokens, *, learn_all: bool) -> Encoded:
-    """A document that was tokenized beforehand."""
+    """A document that the user has tokenized."""
     targets = np.arange(tokens.ids.size) > 0 if learn_all else tokens.targets
     found = np.flatnonzero(targets)
     span = (int(found[0]), int(found[-1]) + 1) if found.size else (0, 0)

@@ -79,7 +79,7 @@ def prepare(
 
 
 def begin(recipe: DataRecipe, out: Path, *, report: Report, url: str | None = None) -> dict[int, Plan]:
-    """Do what comes before the parts of large sources. Sources for evaluation alone are prepared here, too.
+    """Do the work before the parts of large sources. Sources for evaluation only are prepared here, too.
 
     Returns the plans of those whose parts are left, by the number of the source; none if all data is prepared now.
     """
@@ -123,7 +123,7 @@ def _begin_sources(
 ) -> dict[int, PlannedSource]:
     """Prepare the small sources, and plan the large ones. Returns these, as far as they are not complete.
 
-    The caller holds the lock of `out`; `locks` takes those of sources that have folders of their own.
+    The caller holds the lock of `out`; `locks` gets the locks of sources that have separate folders.
     """
     recipes = recipe.single_sources()
     if len(recipes) == 1:
@@ -158,7 +158,7 @@ def _begin_named(recipe: DataRecipe, out: Path, url: str | None, report: Report)
 
 
 def _described(folder: Path) -> Manifest | Plan:
-    """What is known of a source whose preparation has begun."""
+    """The state of a source whose preparation has begun."""
     return parse_plan(ShardStore(folder).read(PLAN)) or Manifest.read(folder)
 
 
@@ -291,7 +291,7 @@ def _write_manifest(
     folder: Path,
     report: Report,
 ) -> None:
-    """Write the samples and the manifest of prepared parts, and report what they have.
+    """Write the samples and the manifest of prepared parts, and log their counts.
 
     Raises ValueError when no sample is usable.
     """

@@ -81,7 +81,7 @@ def _opened(filesystem: Any, path: str) -> Any:
     name = file_name(path)
     if not name.lower().endswith(".zst"):
         return filesystem.open(path, "rb", compression=infer_compression(name))
-    # fsspec has no Zstandard of its own.
+    # fsspec does not include Zstandard.
     from pyarrow import CompressedInputStream, PythonFile
 
     return CompressedInputStream(PythonFile(filesystem.open(path, "rb"), mode="r"), "zstd")

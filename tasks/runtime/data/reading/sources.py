@@ -185,7 +185,7 @@ class Files:
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A dataset of the Hub, streamed: its files are read as their rows are, and not stored. Runs none of its code."""
+    """A dataset of the Hub, streamed: its files are not stored. Runs none of its code."""
 
     name: str
     subset: str | None

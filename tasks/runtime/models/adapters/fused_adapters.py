@@ -38,7 +38,7 @@ from tasks.runtime.models.float8 import Float8FrozenLinear
 
 # Where a layer that shares its input keeps its group.
 _GROUP = "_strata_group"
-# Where a layer finds what it may add to its result.
+# Where a layer finds the residual that it may add to its result.
 _RESIDUAL = "_strata_residual"
 
 
@@ -149,7 +149,7 @@ def _new_mlp(recipe: Mlp, new: Callable[..., nn.Module], key: tuple[Any, ...]) -
 
 
 def _compute_mlp(mlp: nn.Module, recipe: Mlp, x: Tensor) -> Tensor | None:
-    """Its result; None if its layers must compute by themselves."""
+    """Its result; None if its layers must run their own forward."""
     layers: list[Any] = [getattr(mlp, name) for name in (recipe.gate, recipe.up, recipe.down)]
     gate, up, down = (_adapted(layer, x) for layer in layers)
     if gate is None or up is None or down is None or any(map(_dropout, layers)):
@@ -205,7 +205,7 @@ def _new_decoder_layer(cls: Any) -> Any:
 
 
 def _adds_by_parts(layer: Any) -> bool:
-    """Whether nobody else sees what its parts compute, and its norms are those of the kernel layer."""
+    """Whether its parts have no hooks, and its norms are those of the kernel layer."""
     norms = (layer.input_layernorm, layer.post_attention_layernorm)
     if any(map(is_hooked, (*norms, layer.self_attn, layer.self_attn.o_proj, layer.mlp))):
         return False
@@ -236,7 +236,7 @@ def _add(residual: Tensor, last: nn.Module, compute: Callable[[], Tensor]) -> Te
 
 
 def _take_residual(module: nn.Module, x: Tensor, layer: AdaptedLayer) -> Tensor | None:
-    """What `module` adds to the result of its last `layer`; None if that has another shape, dtype or device."""
+    """The residual that `module` adds to the result of its last `layer`; None if shape, dtype or device differ."""
     residual: Tensor | None = vars(module).get(_RESIDUAL)
     if residual is None or (residual.dtype, residual.device) != (x.dtype, x.device):
         return None
@@ -271,7 +271,7 @@ class _Group:
         self._waiting: dict[int, Tensor] = {}
 
     def project(self, layer: nn.Module, x: Tensor) -> Tensor | None:
-        """The result of `layer`; None if it must compute by itself."""
+        """The result of `layer`; None if it must run its own forward."""
         if x.is_inference():
             return _project(layer, x)
         state = (x._version, torch.is_grad_enabled())
@@ -289,7 +289,7 @@ class _Group:
         return self._waiting.pop(id(layer))
 
     def __getstate__(self) -> tuple[nn.Module, ...]:
-        """What waits for a layer is no part of a copy."""
+        """Residuals and results that wait for a layer are not copied."""
         return self._layers
 
     def __setstate__(self, layers: tuple[nn.Module, ...]) -> None:
@@ -299,7 +299,7 @@ class _Group:
 
 
 def _adapted(layer: Any, x: Tensor) -> AdaptedLayer | None:
-    """What `lora_linear` needs to compute `layer`; None if it cannot."""
+    """The arguments of `lora_linear` for `layer`; None if it cannot compute the layer."""
     active = layer.active_adapters
     if layer.disable_adapters or layer.merged or len(active) != 1 or is_hooked(layer):
         return None
@@ -332,7 +332,7 @@ def _casts(x: Tensor) -> bool:
 
 
 def _frozen(base: nn.Module, dtype: torch.dtype) -> Frozen | None:
-    """The product of a layer that is not trained, as `lora_linear` takes it."""
+    """The frozen product of a layer, for `lora_linear`."""
     if any(parameter.requires_grad for parameter in base.parameters(recurse=False)):
         return None
     if type(base) is nn.Linear:

@@ -66,7 +66,9 @@ def add_adapter(model: PreTrainedModel, settings: Lora | NoAdapter, seed: int) -
     _require_names(model, settings)
     if not settings.target_modules and (left_out := _all_linear_layers(model).keys() - {*_linear_layers(model)}):
         names = ", ".join(sorted({path.rpartition(".")[2] for path in left_out}))
-        log.info("adapter: none on %s, whose weight other code reads or which give more than a product", names)
+        log.info(
+            "adapter: not added to %s, whose weight other code reads or whose output is more than a product", names
+        )
     config = lora_config(settings, target_modules=_targets(model, settings))
     torch.manual_seed(seed)
     empty = next(model.parameters()).is_meta
@@ -135,7 +137,7 @@ def require_adapter(spec: RunSpec) -> None:
 
 
 def _renamed(model_type: str) -> dict[str, str]:
-    """What PEFT takes for experts of transformers 4 in mixtures of this type: a name in `target_modules` → today's."""
+    """Names in `target_modules` that PEFT reads as experts of transformers 4 in mixtures of this type → new names."""
     try:
         from peft.utils import transformers_weight_conversion as peft_names
 
@@ -149,7 +151,7 @@ def _renamed(model_type: str) -> dict[str, str]:
 
 @contextmanager
 def _renaming_nothing() -> Iterator[None]:
-    """Within the block, PEFT takes targets by the names that they have."""
+    """Within the block, PEFT does not rename targets."""
     try:
         from peft.utils import transformers_weight_conversion as peft_names
 

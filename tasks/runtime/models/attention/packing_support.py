@@ -90,7 +90,7 @@ def require_packing_support(model: PreTrainedModel, spec: RunSpec) -> None:
     # The model is on the CPU, where kernels of its recurrent layers do not run.
     probed = _small_model(model.config) if needs_gpu(model) and model.device.type == "cpu" else model
     if probed is None:
-        log.warning("packing: whether %s keeps samples apart is not probed without a GPU", type(model).__name__)
+        log.warning("packing: without a GPU it is not tested whether %s keeps samples apart", type(model).__name__)
         return
     if supports_packing(probed):
         return

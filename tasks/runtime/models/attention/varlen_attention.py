@@ -42,8 +42,8 @@ FAMILIES = SUPPORTS_PACKING | attention_sinks.MODEL_TYPES | {
     "phimoe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "seed_oss", "solar_open",
     "starcoder2", "youtu", "zamba2",
 }  # fmt: skip
-"""Families whose masks say nothing but that a token attends to its own sequence, up to itself, and which tell attention
-their sliding windows; but for configurations with an `unsupported_reason`."""
+"""Families whose masks only say that a token attends to its own sequence, up to itself, and which pass to attention
+their sliding windows; except for configurations with an `unsupported_reason`."""
 # Language models of vision-language families, beside those of `SUPPORTS_PACKING`.
 _IN_MULTIMODAL = frozenset((
     "glm4v_text", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text",
@@ -66,7 +66,7 @@ def uses_varlen(settings: Model, parallel: Parallel, config: PretrainedConfig, d
         _has_flash(device)
         and (with_sinks or choose_attention(settings.attention, config) == "sdpa")
         and compute_dtype(settings, parallel) == torch.bfloat16
-        # Context parallelism has an attention function of its own.
+        # Context parallelism has its own attention function.
         and parallel.context_parallel == 1
         and _known_family(config)
         and unsupported_reason(config.get_text_config()) is None
@@ -112,7 +112,7 @@ def unsupported_reason(config: PretrainedConfig) -> str | None:
 def set_varlen_attention(model: PreTrainedModel) -> None:
     """Make the attention of `model` varlen. Its batches need the inputs of `with_cu_seqlens`."""
     # transformers makes no mask for an attention name without a registered mask function.
-    # One function for all models, as a student and its teacher: `takes` looks at the heads.
+    # One function for all models, such as a student and its teacher: `takes` checks the heads.
     AttentionInterface.register(VARLEN, partial(_attention, flash_4=installed_version() is not None))
     _attending(model).set_attn_implementation(VARLEN)
     if is_multimodal(model.config):
@@ -120,13 +120,13 @@ def set_varlen_attention(model: PreTrainedModel) -> None:
 
 
 def _attending(model: PreTrainedModel) -> PreTrainedModel:
-    """What attends to texts: of a vision-language model, the language model without its tower."""
+    """The part of the model that reads text: in a vision-language model, the language model without its tower."""
     decoder: PreTrainedModel = model.get_decoder()
     return decoder if is_multimodal(model.config) else model
 
 
 def _pass_by_tower(model: PreTrainedModel) -> None:
-    """Give the inputs of varlen attention to the language model alone: towers have a `cu_seqlens` of their own."""
+    """Give the inputs of varlen attention only to the language model: towers have their own `cu_seqlens`."""
     decoder = model.get_decoder()
     if any(isinstance(getattr(hook, "__self__", None), _Passed) for hook in decoder._forward_pre_hooks.values()):
         return

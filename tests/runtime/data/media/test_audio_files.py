@@ -80,7 +80,7 @@ def test_another_rate_holds_the_same_sound(rate):
 @pytest.mark.parametrize(
     "content, problem",
     [
-        (b"", r"no sound that is read: WAV, FLAC, MP3, Ogg or AIFF \(0 bytes\)"),
+        (b"", r"not a known audio format: WAV, FLAC, MP3, Ogg or AIFF \(0 bytes\)"),
         (b"\x89PNG....", "no sound that is read"),
         (pcm(sine(440, 8000))[:2000], "a truncated WAV file: 1,956 of 16,000 bytes of samples"),
         (pcm(sine(440, 8000))[:40], r"a WAV file without samples \(40 bytes\)"),

@@ -206,7 +206,7 @@ def test_layers_whose_result_is_no_linear_layers_get_no_adapter(model_type, left
         add_adapter(model, named, 0)
     with caplog.at_level("INFO"):
         add_adapter(model, Lora(r=4), 0)
-    assert f"adapter: none on {left_out}, " in caplog.text
+    assert f"adapter: not added to {left_out}, " in caplog.text
     adapted = {path.removesuffix(".lora_A") for path, _ in model.named_modules() if path.endswith(".lora_A")}
     assert adapted and not any(path.endswith(left_out) for path in adapted)
     model(input_ids=TOKENS, labels=TOKENS).loss.backward()
