@@ -285,7 +285,7 @@ def test_audio_that_is_cut_or_skipped_is_counted(heard, tmp_path, capsys):
         ({"messages": HEARD, "audios": ["a.wav"] * 2}, "column 'audios' has 2 audios, but the messages have 1 places"),
         ({"messages": HEARD, "audios": ["none.wav"]}, "line 1: audio 'none.wav' cannot be read"),
         ({"messages": HEARD, "audios": [None]}, "audio 1 of column 'audios' is null"),
-        ({"messages": HEARD, "audios": ["rows.jsonl"]}, "audio 'rows.jsonl': no sound that is read"),
+        ({"messages": HEARD, "audios": ["rows.jsonl"]}, "audio 'rows.jsonl': not a known audio format"),
         ({"messages": [{"role": "user", "content": "\U000ffffc"}, HEARD[1]]}, r"U\+FFFFC, which stands for audios"),
         (
             {"prompt": "Which?", "completion": "4", "audio": "a.wav"},
