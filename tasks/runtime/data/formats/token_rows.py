@@ -25,6 +25,7 @@ def token_document(row: Row) -> list[Document]:
     if ids.size and (ids.min() < 0 or ids.max() >= 2**31):
         outside = int(ids.min() if ids.min() < 0 else ids.max())
         raise RowError(f"{row.where}: column {COLUMN!r} has {outside}, which is not a token id")
+    targets = np.ones(ids.size, dtype=np.bool_)
     if row.fields().get(MASK) is not None and not _of_length(row, MASK, ids.size).all():
         raise RowError(f"{row.where}: column {MASK!r} hides tokens; remove the padding from {COLUMN!r}")
     if row.fields().get(LABELS) is not None:
