@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import os
 import secrets
 import socket
 import tempfile
@@ -192,7 +193,8 @@ class RemoteGenerator:
             if group is not None:
                 address = GroupAddress(host=self._host, loopback=self._host in LOOPBACK, **group)
                 weights = checkpoint_weights(self._model, self._dtype)
-                send_weights(weights, WeightGroup(address, 0, self._device))
+                with WeightGroup(address, 0, self._device, is_whole=lambda: _is_open(response)) as members:
+                    send_weights(weights, members)
             ended = _line(response)
         except (OSError, http.client.HTTPException, TransferBroken) as error:
             raise _Gone(f"a transfer of weights broke off: {error}") from error
@@ -248,6 +250,18 @@ class RemoteGenerator:
 
     def _connection(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(self._host, self._port, timeout=_CONNECT_SECONDS)
+
+
+def _is_open(response: Any) -> bool:
+    """Whether more of the response is to come: the server has neither ended it nor is it gone."""
+    with socket.socket(fileno=os.dup(response.fileno())) as connection:
+        try:
+            connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
 
 
 def _line(response: Any) -> dict[str, Any]:

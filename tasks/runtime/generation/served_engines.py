@@ -90,7 +90,8 @@ class ServedEmbedded:
         Raises:
             ValueError: the model lacks some of them, or has others.
         """
-        load_received(WeightGroup(address, 1, self._device), self._load)
+        with WeightGroup(address, 1, self._device) as group:
+            load_received(group, self._load)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
         """An answer to each request, in order. See `Generator`."""
@@ -185,7 +186,8 @@ class WeightReceiver:
         try:
             group = WeightGroup(GroupAddress(**address), 1 + self.rank, self.device)
             try:
-                load_received(group, lambda weights: self.reload_weights(weights_iterator=weights))
+                with group:
+                    load_received(group, lambda weights: self.reload_weights(weights_iterator=weights))
             except Exception:
                 end_reload(self)
                 raise

@@ -18,7 +18,7 @@ from copy import deepcopy
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tasks.runtime.generation.checkpoint_weights import checkpoint_weights
 from tasks.runtime.generation.compare import FirstAnswer
 from tasks.runtime.generation.generator import Request, Sample, Sampling
+from tasks.runtime.generation.serving import files_of
 from tasks.runtime.process.ranks import Processes
 
 log = logging.getLogger(__name__)
@@ -138,17 +139,11 @@ class VllmGenerator:
         self._model, self._dtype = model, dtype
         self._sleeps = processes.device.type == "cuda"
         self._first_answer = FirstAnswer(model, dtype)
-        global _engine
-        if _engine is not None:
-            _shut_down(_engine)
         with tempfile.TemporaryDirectory() as folder, _same_random_numbers():
             save_configuration(model, tokenizer, Path(folder), dtype)
-            from vllm.v1.engine import core
-
-            # At its end an engine would end all groups of the process, those of training among them.
-            core.cleanup_dist_env_and_memory = gc.collect
-            self._engine = VllmEngine(
-                folder,
+            self._engine = _engine_of_process(
+                Path(folder),
+                processes.world_size,
                 dtype=dtype,
                 seed=seed,
                 temperature=temperature,
@@ -156,12 +151,8 @@ class VllmGenerator:
                 batch_size=batch_size,
                 memory=_MEMORY if memory is None else memory,
                 enable_sleep_mode=self._sleeps,
-                # Each rank has a whole engine, beside those of the others.
-                **({"distributed_executor_backend": "external_launcher"} if processes.world_size > 1 else {}),
             )
-        self._llm = _engine = self._engine.llm
-        if self._sleeps:
-            self._llm.sleep(level=1)
+        self._llm = self._engine.llm
 
     def update_weights(self) -> None:
         """Hand the weights of the model over. Cached keys and values of the old ones are dropped."""
@@ -218,18 +209,54 @@ def end_reload(worker: Any) -> None:
     finalize_layerwise_reload(worker.get_model(), worker.model_config)
 
 
-# The engine of this process: two would not find their groups of processes apart.
-_engine: Any = None
+class _Made(NamedTuple):
+    engine: VllmEngine
+    of: dict[str, Any]
 
 
-def _shut_down(engine: Any) -> None:
+# The engine of this process. Two would not find their groups of processes apart, and vLLM's allocator, by which an
+# engine sleeps, serves one in a process.
+_made: _Made | None = None
+
+
+def _engine_of_process(folder: Path, world_size: int, **settings: Any) -> VllmEngine:
+    """The engine of this process, asleep if it can sleep. One of the same configuration is kept: the evaluation after
+    training asks that of training, whose memory would not be free by then.
+    """
+    global _made
+    of = {"files": files_of(folder), "world_size": world_size, **settings}
+    # Groups of several processes ended with the run before.
+    if _made is not None and world_size == 1 and _made.of == of:
+        return _made.engine
+    from vllm.v1.engine import core
+
+    # At its end an engine would end all groups of the process, those of training among them.
+    core.cleanup_dist_env_and_memory = gc.collect
+    if _made is not None:
+        before, _made = _made, None
+        _shut_down(before.engine.llm, before.of["enable_sleep_mode"])
+        del before
+        gc.collect()
+    # Each rank has a whole engine, beside those of the others.
+    launcher: dict[str, Any] = {"distributed_executor_backend": "external_launcher"} if world_size > 1 else {}
+    engine = VllmEngine(folder, **settings, **launcher)
+    if settings["enable_sleep_mode"]:
+        engine.llm.sleep(level=1)
+    _made = _Made(engine, of)
+    return engine
+
+
+def _shut_down(llm: Any, sleeps: bool) -> None:
     from vllm.distributed import parallel_state
 
+    if sleeps:
+        # Its allocator frees what is on the GPU alone.
+        llm.wake_up()
     # Its groups of processes ended with those of the run before.
     for name, group in vars(parallel_state).copy().items():
         if isinstance(group, parallel_state.GroupCoordinator):
             setattr(parallel_state, name, None)
-    engine.llm_engine.engine_core.shutdown()
+    llm.llm_engine.engine_core.shutdown()
 
 
 def save_configuration(

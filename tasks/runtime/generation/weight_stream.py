@@ -8,8 +8,10 @@ that the next transfer would meet.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,6 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 _PART_BYTES = 64 << 20
+_BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
+# Between looks at work of NCCL, and at whether the other members are there.
+_PAUSE_SECONDS = 0.0002
+_LOOK_SECONDS = 0.5
 # Of each tensor in a part: views of another dtype begin at a multiple of its size.
 _ALIGNMENT = 16
 _DTYPES = {
@@ -53,13 +59,24 @@ class TransferBroken(RuntimeError):
 
 
 class WeightGroup:
-    """A process group of one transfer, apart from the default group of the process.
+    """A process group of one transfer, apart from the default group of the process. A context manager that ends it.
+
+    is_whole: whether the other members are still there, as far as this one can tell. NCCL itself would wait for one
+    that is gone.
 
     Raises:
         TransferBroken: the other members do not come in time.
     """
 
-    def __init__(self, address: GroupAddress, rank: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        address: GroupAddress,
+        rank: int,
+        device: torch.device,
+        *,
+        is_whole: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._is_whole, self._of_nccl = is_whole, address.backend == "nccl"
         timeout = timedelta(seconds=address.seconds)
         self.device = torch.device("cpu") if address.backend == "gloo" else device
         self._timeout = timeout
@@ -70,6 +87,16 @@ class WeightGroup:
             store = dist.PrefixStore(address.prefix, store)  # type: ignore[attr-defined]
             self._group = _MAKERS[address.backend](store, rank, address, timeout)
 
+    def __enter__(self) -> WeightGroup:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Free what a communicator takes of the GPU; after an error, also end the kernels that wait for a member."""
+        if self._of_nccl:
+            with suppress(RuntimeError):
+                self._group.shutdown() if kind is None else self._group.abort()
+        self._group = None
+
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Send `tensor` from rank 0, or overwrite it with what rank 0 sends. PyTorch: `dist.broadcast(tensor, 0)`.
 
@@ -78,8 +105,22 @@ class WeightGroup:
         """
         if tensor.numel():
             with _breaks():
-                self._group.broadcast(tensor, 0).wait(self._timeout)
+                work = self._group.broadcast(tensor, 0)
+                if self._of_nccl:
+                    self._watch(work)
+                work.wait(self._timeout)
         return tensor
+
+    def _watch(self, work: Any) -> None:
+        """Return when the work is done or has failed, or its time is over."""
+        began = looked = time.monotonic()
+        while not work.is_completed():
+            now = time.monotonic()
+            if now - looked >= _LOOK_SECONDS:
+                looked = now
+                if now - began >= self._timeout.total_seconds() or not self._is_whole():
+                    raise TransferBroken("a member of the transfer is gone, or did not come in time")
+            time.sleep(_PAUSE_SECONDS)
 
 
 @contextmanager
@@ -103,7 +144,17 @@ def _nccl(store: Any, rank: int, address: GroupAddress, timeout: timedelta) -> A
     make: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined]
     options = make.Options()
     options._timeout = timeout
-    return make(store, rank, address.size, options)
+    # Read when the group is made: without it, a thread of the group ends the process at an error, though another
+    # transfer may succeed.
+    before = os.environ.get(_BLOCKING)
+    os.environ[_BLOCKING] = "1"
+    try:
+        return make(store, rank, address.size, options)
+    finally:
+        if before is None:
+            del os.environ[_BLOCKING]
+        else:
+            os.environ[_BLOCKING] = before
 
 
 _MAKERS = {"gloo": _gloo, "nccl": _nccl}

@@ -32,7 +32,11 @@ needs_vllm = [
 ]
 DRAWN = Sampling(max_new_tokens=12, stop_token_ids=(2, 17))
 GREEDY = Sampling(max_new_tokens=20, temperature=0.0, stop_token_ids=(2, 14, 17, 30))
-# Its kernels for CPUs take no heads of 8.
+GPUS = torch.cuda.device_count()
+ON_GPU = GPUS > 0
+# Of a log-probability in fp32: on a GPU, vLLM's attention multiplies in TF32.
+ROUNDING, MEAN_ROUNDING = (0.05, 0.005) if ON_GPU else (1e-5, 1e-5)
+# Its kernels take no heads of 8.
 HEADS = {"head_dim": 32}
 FAMILIES = {
     "llama": HEADS,
@@ -59,10 +63,15 @@ def words(size):
     return PreTrainedTokenizerFast(tokenizer_object=known, eos_token="w2", clean_up_tokenization_spaces=False)
 
 
+def placed(*family, **changes):
+    """A model where it is trained."""
+    return build(*family, **changes).to(Processes().device)
+
+
 def engine(model, temperature=1.0, **options):
     made = VllmGenerator(
         model, words(model.config.vocab_size), Processes(), dtype=torch.float32, seed=1, temperature=temperature,
-        length=64, batch_size=8, **options,
+        length=64, batch_size=8, memory=0.05, **options,
     )  # fmt: skip
     made.update_weights()
     return made
@@ -72,14 +81,31 @@ def embedded(model):
     return EmbeddedGenerator(model, words(model.config.vocab_size), pad_token_id=0, seed=1)
 
 
-def require_log_probs_of_training(model, samples, temperature=1.0):
-    """Those that `model` computes for the whole answers."""
+def log_probs_of_training(model, samples, temperature=1.0):
+    """Of all tokens at each place of the answers, computed for the whole answers by `model`."""
     for prompt, sample in zip(PROMPTS, samples, strict=True):
-        row = torch.cat([torch.tensor(prompt), sample.token_ids])[None]
+        row = torch.cat([torch.tensor(prompt), sample.token_ids])[None].to(model.device)
         with torch.no_grad():
             logits = model.eval()(row).logits[0, len(prompt) - 1 : -1] / temperature
-        expected = logits.log_softmax(-1).gather(-1, sample.token_ids[:, None])[:, 0]
-        torch.testing.assert_close(sample.log_probs, expected, rtol=1e-5, atol=1e-5)
+        yield sample, logits.log_softmax(-1).cpu()
+
+
+def require_log_probs_of_training(model, samples, temperature=1.0):
+    """Those of the answers' tokens."""
+    for sample, expected in log_probs_of_training(model, samples, temperature):
+        expected = expected.gather(-1, sample.token_ids[:, None])[:, 0]
+        torch.testing.assert_close(sample.log_probs, expected, rtol=1e-5, atol=ROUNDING)
+        assert (sample.log_probs - expected).abs().mean() < MEAN_ROUNDING
+
+
+def require_greedy(model, samples):
+    """The answers of the embedded engine; on a GPU, tokens that are the likeliest but for rounding."""
+    if not ON_GPU:
+        assert ids(samples) == ids(embedded(model).generate(requests(), GREEDY))
+    for sample, expected in log_probs_of_training(model, samples):
+        chosen = expected.gather(-1, sample.token_ids[:, None])[:, 0]
+        assert (expected.max(-1).values - chosen).max() < ROUNDING
+        assert sample.finished == (int(sample.token_ids[-1]) in GREEDY.stop_token_ids)
 
 
 def test_a_missing_vllm_is_told_before_training(monkeypatch, tmp_path):
@@ -96,10 +122,10 @@ class TestEngine:
     @pytest.mark.parametrize("name", FAMILIES)
     def test_answers_are_those_of_the_weights_now(self, name):
         changes = dict(FAMILIES[name])
-        model = build(changes.pop("family", name), **changes)
+        model = placed(changes.pop("family", name), **changes)
         made = engine(model)
         for _ in range(2):
-            assert ids(made.generate(requests(), GREEDY)) == ids(embedded(model).generate(requests(), GREEDY))
+            require_greedy(model, made.generate(requests(), GREEDY))
             samples = made.generate(requests(), DRAWN)
             assert len({tuple(answer) for answer in ids(samples)}) > 2
             require_log_probs_of_training(model, samples)
@@ -111,7 +137,7 @@ class TestEngine:
 
     def test_answers_repeat_and_end_as_those_of_the_embedded_engine(self):
         """And random numbers of training are what they were."""
-        model = build(**HEADS)
+        model = placed(**HEADS)
         states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
         made = engine(model, temperature=0.7)
         sampling = Sampling(max_new_tokens=30, temperature=0.7, stop_token_ids=(17, 30))
@@ -129,7 +155,7 @@ class TestEngine:
         assert ids(again) != ids(first)[:1]
 
     def test_a_text_ends_answers(self):
-        model = build(**HEADS)
+        model = placed(**HEADS)
         made, greedy = engine(model), Sampling(max_new_tokens=12, temperature=0.0)
         long = ids(made.generate(requests(), greedy))[0]
         stop = Sampling(12, temperature=0.0, stop_strings=(f"w{long[3]} w{long[4]}",))
@@ -138,17 +164,37 @@ class TestEngine:
         assert [sample.finished for sample in found] == [sample.finished for sample in expected]
 
     def test_an_adapter_is_on(self):
-        model = build(**HEADS)
+        model = placed(**HEADS)
         without = ids(embedded(model).generate(requests(), GREEDY))
         add_adapter(model, Lora(type="lora", r=4), seed=1)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter += torch.randn_like(parameter) * ("lora_" in name)
-        found = ids(engine(model).generate(requests(), GREEDY))
-        assert found == ids(embedded(model).generate(requests(), GREEDY)) and found != without
+        found = engine(model).generate(requests(), GREEDY)
+        require_greedy(model, found)
+        assert ids(found) != without
+
+    def test_the_evaluation_after_training_has_the_engine_of_training(self):
+        """On a GPU a second one finds the memory of the first taken. The groups of training have ended by then."""
+        model = placed(**HEADS)
+        first = engine(model)
+        first.generate(requests(), DRAWN)
+        Processes().disconnect()
+        again = placed(**HEADS)
+        with torch.no_grad():
+            for parameter in again.parameters():
+                parameter += 0.3 * parameter.std().nan_to_num(0) * torch.randn_like(parameter)
+        second = engine(again)
+        assert second._llm is first._llm
+        require_greedy(again, second.generate(requests(), GREEDY))
+        require_log_probs_of_training(again, second.generate(requests(), DRAWN))
+        third = engine(again, temperature=0.7)
+        assert third._llm is not first._llm
+        samples = third.generate(requests(), Sampling(12, temperature=0.7, stop_token_ids=(2, 17)))
+        require_log_probs_of_training(again, samples, temperature=0.7)
 
     def test_other_weights_are_noticed(self):
-        model = build(**HEADS)
+        model = placed(**HEADS)
         made = engine(model)
         with torch.no_grad():
             model.model.layers[0].mlp.down_proj.weight.mul_(-1)
@@ -188,18 +234,21 @@ class TestRuns:
 
         return train
 
-    @pytest.mark.parametrize("name", RUNS | PAIRS)
+    @pytest.mark.parametrize(
+        "name", [*RUNS, *(pytest.param(name, marks=pytest.mark.skipif(GPUS == 1, reason="one GPU")) for name in PAIRS)]
+    )
     def test_the_difference_is_rounding_and_a_run_continues(self, trained, name):
         folder = RunFolder.of(trained(name))
         points = read_points(folder.metrics)
         assert [point.step for point in points] == [1, 2, 3]
-        assert all(0 <= point.metrics["generation_difference"] < 1e-5 for point in points)
+        assert all(0 <= point.metrics["generation_difference"] < MEAN_ROUNDING for point in points)
         assert points[0].metrics["reward"] != points[1].metrics["reward"]
         # Not promised, but so on a CPU.
         for found, expected in zip(losses(trained(name), 1), losses(trained(name), 0)[2:], strict=True):
-            assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+            assert ON_GPU or found == pytest.approx(expected, rel=1e-4, abs=1e-6)
         assert [evaluation.step for evaluation in read_evaluations(folder.metrics)][:2] == [2, 3]
 
+    @pytest.mark.skipif(ON_GPU, reason="vLLM promises no equal answers on a GPU")
     @pytest.mark.parametrize("name", ["hf", "lightning", "ddp", "fsdp"])
     def test_frameworks_and_processes_do_not_change_a_step(self, trained, name):
         for found, expected in zip(losses(trained(name), 0), losses(trained("torch"), 0), strict=True):
