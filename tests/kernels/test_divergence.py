@@ -193,7 +193,9 @@ def test_16_bits_at_their_limits(kind, beta, temperature, vocabulary, dtype, dev
     divergence_rows.divergence_rows(logits, teacher, target, None, losses[0], form)
     divergence_rows.divergence_rows(logits, teacher, target, scale, losses[1], form, dz=logits)
     assert torch.equal(*losses) and (INTERPRETED or device.type == "cuda") == bool(taken and all(taken))
-    torch.testing.assert_close(losses[0].double(), exact, rtol=2e-6, atol=5e-7)
+    # How exactly PyTorch adds so many numbers in fp32 depends on its version and the CPU.
+    bounds = {"rtol": 2e-6, "atol": 5e-7} if taken else {"rtol": 3e-5, "atol": 1e-5}
+    torch.testing.assert_close(losses[0].double(), exact, **bounds)
     # Beside two last halves of a place, what fp32 is off where logits are far apart: PyTorch, and on a GPU logarithms.
     bar = gradient.abs().amax(1, keepdim=True) * torch.finfo(dtype).eps + 2 * torchs.amax(1, keepdim=True)
     bar += 1e-6 + (3 * 2**-22 * apart if device.type == "cuda" else 0.0)

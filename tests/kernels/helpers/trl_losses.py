@@ -23,19 +23,18 @@ with warnings.catch_warnings():
     from trl.trainer.grpo_trainer import GRPOTrainer
     from trl.trainer.kto_trainer import KTOTrainer
 
-_ACCELERATOR = SimpleNamespace(
-    device=torch.device("cpu"),
-    num_processes=1,
-    gather=lambda x: x,
-    gather_for_metrics=lambda x: x,
-    reduce=lambda x, reduction: x,
-)
 
-
-def _trainer(**settings: Any) -> Any:
+def _trainer(device: torch.device, **settings: Any) -> Any:
+    accelerator = SimpleNamespace(
+        device=device,
+        num_processes=1,
+        gather=lambda x: x,
+        gather_for_metrics=lambda x: x,
+        reduce=lambda x, reduction: x,
+    )
     return SimpleNamespace(
         model=SimpleNamespace(training=True),
-        accelerator=_ACCELERATOR,
+        accelerator=accelerator,
         aux_loss_enabled=False,
         _metrics=defaultdict(lambda: defaultdict(list)),
         _total_train_tokens=0,
@@ -66,7 +65,7 @@ def dpo(log_probs: Tensor, reference: Tensor, mask: Tensor, **settings: Any) -> 
         "ref_chosen_logps": chosen, "ref_rejected_logps": rejected,
     }  # fmt: skip
     trainer = _trainer(
-        ld_alpha=None, precompute_ref_logps=True, f_divergence_type="reverse_kl", use_weighting=False,
+        mask.device, ld_alpha=None, precompute_ref_logps=True, f_divergence_type="reverse_kl", use_weighting=False,
         loss_types=[settings["loss"]], loss_weights=[1.0], beta=settings["beta"],
         label_smoothing=settings["label_smoothing"], args=SimpleNamespace(discopop_tau=settings["discopop_tau"]),
     )  # fmt: skip
@@ -75,13 +74,15 @@ def dpo(log_probs: Tensor, reference: Tensor, mask: Tensor, **settings: Any) -> 
 
 def cpo(chosen: Tensor, rejected: Tensor, *, loss: str, beta: float, label_smoothing: float, gamma: float = 0.0) -> Any:
     """Losses [B] of log-probabilities [B]; per token for ipo and simpo."""
-    trainer = _trainer(alpha=0.0, loss_type=loss, beta=beta, label_smoothing=label_smoothing, simpo_gamma=gamma)
+    trainer = _trainer(
+        chosen.device, alpha=0.0, loss_type=loss, beta=beta, label_smoothing=label_smoothing, simpo_gamma=gamma
+    )
     return CPOTrainer.cpo_loss(trainer, chosen, rejected)[0]
 
 
 def orpo(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
     """What TRL subtracts from the negative log-likelihood, [B], of log-probabilities per token [B]."""
-    return ORPOTrainer.odds_ratio_loss(_trainer(beta=beta), chosen, rejected)[0]
+    return ORPOTrainer.odds_ratio_loss(_trainer(chosen.device, beta=beta), chosen, rejected)[0]
 
 
 def kto(
@@ -95,7 +96,7 @@ def kto(
         "ref_logps": reference.sum(1), "ref_KL_logps": reference_kl,
     }  # fmt: skip
     trainer = _trainer(
-        precompute_ref_logps=True, calculate_KL=loss == "kto", loss_type=loss, beta=beta,
+        mask.device, precompute_ref_logps=True, calculate_KL=loss == "kto", loss_type=loss, beta=beta,
         desirable_weight=desirable_weight, undesirable_weight=undesirable_weight,
         _compute_kl_logps=lambda model, batch: kl,
     )  # fmt: skip
@@ -108,7 +109,7 @@ def grpo(
     epsilon_high: float, delta: float | None, sapo_temperatures: tuple[float, float], max_tokens: int,
 ) -> Tensor:  # fmt: skip
     """The loss of answers [B, T] with advantages [B]; `items` are the tokens of the step."""
-    prompt = torch.ones(len(mask), 1, dtype=torch.int64)
+    prompt = torch.ones(len(mask), 1, dtype=torch.int64, device=mask.device)
     inputs = {
         "prompt_ids": prompt, "prompt_mask": prompt, "completion_ids": mask.long(), "completion_mask": mask.long(),
         "advantages": advantages, "num_items_in_batch": items,
@@ -121,7 +122,7 @@ def grpo(
     inputs |= {name: value for name, value in given.items() if value is not None}
     low, high = sapo_temperatures[1], sapo_temperatures[0]
     trainer = _trainer(
-        _get_per_token_logps_and_entropies=lambda *_, **__: (log_probs, torch.zeros_like(log_probs), None),
+        mask.device, _get_per_token_logps_and_entropies=lambda *_, **__: (log_probs, torch.zeros_like(log_probs), None),
         top_entropy_quantile=1.0, off_policy_mask_threshold=None, beta=beta,
         loss_type="grpo" if loss == "gspo" else loss,
         importance_sampling_level="sequence" if loss == "gspo" else "token",
