@@ -222,21 +222,26 @@ _made: _Made | None = None
 def _engine_of_process(folder: Path, world_size: int, **settings: Any) -> VllmEngine:
     """The engine of this process, asleep if it can sleep. One of the same configuration is kept: the evaluation after
     training asks that of training, whose memory would not be free by then.
+
+    Raises:
+        ValueError: an engine of another configuration has the allocator.
     """
     global _made
-    of = {"files": files_of(folder), "world_size": world_size, **settings}
-    # Groups of several processes ended with the run before.
+    of = {"files": files_of(folder), **settings}
+    # Groups of several processes ended with the run before; one process needs none.
     if _made is not None and world_size == 1 and _made.of == of:
         return _made.engine
+    if _made is not None and settings["enable_sleep_mode"]:
+        raise ValueError(
+            "objective.generation.engine 'vllm': this process has an engine of another configuration, and on a GPU "
+            "vLLM's allocator serves one in a process; train each run in a process of its own"
+        )
     from vllm.v1.engine import core
 
     # At its end an engine would end all groups of the process, those of training among them.
     core.cleanup_dist_env_and_memory = gc.collect
     if _made is not None:
-        before, _made = _made, None
-        _shut_down(before.engine.llm, before.of["enable_sleep_mode"])
-        del before
-        gc.collect()
+        _shut_down(_made.engine.llm)
     # Each rank has a whole engine, beside those of the others.
     launcher: dict[str, Any] = {"distributed_executor_backend": "external_launcher"} if world_size > 1 else {}
     engine = VllmEngine(folder, **settings, **launcher)
@@ -246,12 +251,9 @@ def _engine_of_process(folder: Path, world_size: int, **settings: Any) -> VllmEn
     return engine
 
 
-def _shut_down(llm: Any, sleeps: bool) -> None:
+def _shut_down(llm: Any) -> None:
     from vllm.distributed import parallel_state
 
-    if sleeps:
-        # Its allocator frees what is on the GPU alone.
-        llm.wake_up()
     # Its groups of processes ended with those of the run before.
     for name, group in vars(parallel_state).copy().items():
         if isinstance(group, parallel_state.GroupCoordinator):

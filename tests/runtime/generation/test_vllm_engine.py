@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from strata_platform.spec.sections.model import Lora
-from tasks.runtime.generation import EmbeddedGenerator, Request, Sampling, require_engine
+from tasks.runtime.generation import EmbeddedGenerator, Request, Sampling, require_engine, vllm_engine
 from tasks.runtime.generation.vllm_engine import VllmGenerator
 from tasks.runtime.models.adapters.lora import add_adapter
 from tasks.runtime.process.ranks import Processes
@@ -116,8 +116,23 @@ def test_a_missing_vllm_is_told_before_training(monkeypatch, tmp_path):
     require_engine(spec_of(tmp_path, "a").objective)
 
 
+def test_one_engine_that_sleeps_is_kept_and_another_refused(monkeypatch, tmp_path):
+    """Rank 0 of several processes evaluates with the engine that it trained with."""
+    settings, kept = {"enable_sleep_mode": True, "seed": 1}, object()
+    monkeypatch.setattr(vllm_engine, "_made", vllm_engine._Made(kept, {"files": {}, **settings}))
+    assert vllm_engine._engine_of_process(tmp_path, 1, **settings) is kept
+    for world_size, changed in ((1, {"seed": 2}), (2, {})):
+        with pytest.raises(ValueError, match="serves one in a process"):
+            vllm_engine._engine_of_process(tmp_path, world_size, **settings | changed)
+
+
 class TestEngine:
     pytestmark = needs_vllm
+
+    @pytest.fixture(autouse=True)
+    def in_a_process_of_its_own(self):
+        if ON_GPU and vllm_engine._made is not None:
+            pytest.skip("on a GPU, vLLM's allocator serves one engine in a process: run each test by itself")
 
     @pytest.mark.parametrize("name", FAMILIES)
     def test_answers_are_those_of_the_weights_now(self, name):
@@ -188,6 +203,10 @@ class TestEngine:
         assert second._llm is first._llm
         require_greedy(again, second.generate(requests(), GREEDY))
         require_log_probs_of_training(again, second.generate(requests(), DRAWN))
+        if ON_GPU:
+            with pytest.raises(ValueError, match="serves one in a process"):
+                engine(again, temperature=0.7)
+            return
         third = engine(again, temperature=0.7)
         assert third._llm is not first._llm
         samples = third.generate(requests(), Sampling(12, temperature=0.7, stop_token_ids=(2, 17)))
