@@ -131,7 +131,7 @@ def test_a_log_that_cannot_be_kept_is_named_once_and_harms_no_run(launch):
     ) as process:
         text, errors = process.communicate(timeout=600)
     assert (process.returncode, errors) == (0, "")
-    assert [line.partition(",")[0] for line in text.splitlines()] == [
-        "this pod's log cannot be kept in /proc/nowhere/finetune/logs",
-        "this pod's log cannot be kept in file:///proc/nowhere/finetune/logs",
+    assert [line.partition(" and will be lost")[0] for line in text.splitlines()] == [
+        "this pod's log cannot be copied to /proc/nowhere/finetune/logs",
+        "this pod's log cannot be copied to file:///proc/nowhere/finetune/logs",
     ]

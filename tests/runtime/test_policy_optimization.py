@@ -275,7 +275,7 @@ def test_after_a_rollback_the_weights_of_the_checkpoint_answer(output, iteration
 
     def step_batches(self, model, batches, processes):
         found = plain_batches(self, model, batches, processes)
-        read.append(self._asked[0] // GROUP)
+        read.append(self._prompt_numbers[0] // GROUP)
         return found
 
     def micro_batch_loss(self, *arguments):

@@ -133,5 +133,5 @@ def test_on_a_cluster_stages_need_a_common_volume(tmp_path, monkeypatch):
 def test_a_model_that_is_gone_is_told(folder, ended, tmp_path):
     first, second = stages_of(tmp_path).stages
     record = str(folder / "out" / "sft" / "record.json")
-    with pytest.raises(Exception, match=r"stage 'second' starts from the model of stage 'first', which is not there"):
+    with pytest.raises(Exception, match=r"stage 'second' starts from the model of stage 'first', which does not exist"):
         align.start_from(spec=second, before=[first], records=[record])

@@ -212,7 +212,7 @@ def test_a_model_with_a_loss_of_its_own_is_refused(enabled):
     """BART's decoder takes labels that are shifted already and averages over its own batch."""
     config = BartConfig(vocab_size=64, d_model=8, decoder_layers=1, decoder_attention_heads=1, decoder_ffn_dim=8)
     kernels = Kernels(enabled=enabled, exclude=["linear_cross_entropy"])
-    with pytest.raises(ValueError, match="BartForCausalLM computes its loss by code of its own"):
+    with pytest.raises(ValueError, match="BartForCausalLM computes its loss with its own code"):
         prepare_for_training(BartForCausalLM(config), kernels, Training())
 
 

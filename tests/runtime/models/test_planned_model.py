@@ -41,7 +41,7 @@ def test_kernels_that_cannot_all_be_put_in_place(model):
 
 def test_a_loss_of_the_models_own(model):
     """BART's decoder computes its loss itself, without the number of tokens in a step."""
-    with pytest.raises(ValueError, match=r"model\.name: .* computes its loss by code of its own"):
+    with pytest.raises(ValueError, match=r"model\.name: .* computes its loss with its own code"):
         require_kernels(model("bart"), Kernels(enabled="auto"))
 
 
