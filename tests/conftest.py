@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.process_cost import collect_seldom, leave
+from tests.helpers.process_cost import leave
 
 # Nothing reaches a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -60,7 +60,6 @@ def pytest_collection_finish() -> None:
     """What is loaded by now stays: the garbage collector would walk it again and again, a fourth of the CPU time."""
     gc.collect()
     gc.freeze()
-    collect_seldom()
     gc.enable()
 
 
