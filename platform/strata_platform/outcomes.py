@@ -86,7 +86,7 @@ PREEMPTED = Outcome(
     128 + signal.SIGTERM,
     True,
     "a process received SIGTERM",
-    "the cluster stopped the pod, or the machine shuts down; start it again to continue from its last checkpoint",
+    "the cluster stopped the pod, or the machine shuts down; start the run again to continue from its last checkpoint",
 )
 
 _BY_CODE = {

@@ -296,7 +296,7 @@ def become(payload, standard):
 
 
 def exit_code(function, *arguments):
-    """Call it; returns what a program that does so exits with, and has said what the interpreter says then."""
+    """Call `function` as a program; returns the exit code, and prints an error as the interpreter does."""
     try:
         function(*arguments)
     except SystemExit as end:
@@ -304,7 +304,7 @@ def exit_code(function, *arguments):
             print(end.code, file=sys.stderr)
             return 1
         return end.code or 0
-    # The interpreter ends itself by the signal.
+    # Ends the process by SIGINT, as in any program.
     except KeyboardInterrupt:
         raise
     except BaseException:

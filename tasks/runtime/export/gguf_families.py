@@ -12,6 +12,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from tasks.runtime.models.layer_configs import head_width
+
 _SCALED = ("default", "linear", "yarn")
 
 
@@ -151,11 +153,6 @@ def rope_of(config: PretrainedConfig) -> dict[str, Any]:
     """The rotary embedding of layers that attend to all tokens."""
     rope: dict[str, Any] = config.rope_parameters
     return rope.get("full_attention", rope)
-
-
-def head_width(config: PretrainedConfig) -> int:
-    """Values of a head: `head_dim`, or its default."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def context_length(config: PretrainedConfig, family: Family) -> int:

@@ -19,8 +19,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tasks.runtime.export.gguf_families import Family, context_length, family_of, head_width, rope_of
+from tasks.runtime.export.gguf_families import Family, context_length, family_of, rope_of
 from tasks.runtime.export.gguf_vocabulary import add_vocabulary
+from tasks.runtime.models.layer_configs import head_width
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter

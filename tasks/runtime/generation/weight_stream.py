@@ -8,10 +8,11 @@ that the next transfer would meet.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 _PART_BYTES = 64 << 20
 _BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
@@ -93,8 +96,11 @@ class WeightGroup:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Free what a communicator takes of the GPU; after an error, also end the kernels that wait for a member."""
         if self._of_nccl:
-            with suppress(RuntimeError):
+            try:
                 self._group.shutdown() if kind is None else self._group.abort()
+            # The weights have arrived, or the transfer has failed already.
+            except RuntimeError as error:
+                log.warning("NCCL did not free the communicator of a transfer of weights: %s", error)
         self._group = None
 
     def broadcast(self, tensor: Tensor) -> Tensor:

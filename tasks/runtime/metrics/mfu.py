@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from strata_platform.estimate.gpus import PEAKS
-from tasks.runtime.models.layer_configs import layer_configs
+from tasks.runtime.models.layer_configs import head_width, layer_configs
 from tasks.runtime.process.ranks import Processes
 
 log = logging.getLogger(__name__)
@@ -121,10 +121,8 @@ def _attended(config: PretrainedConfig, row: int) -> float:
 
 def _queries(config: PretrainedConfig) -> float:
     """Heads x head size; where keys have another size than values, as in latent attention, the mean of both."""
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     parts: list[Any] = [getattr(config, f"{name}_head_dim", None) for name in ("qk_nope", "qk_rope", "v")]
-    if None not in parts:
-        size = sum(parts) / 2
+    size = head_width(config) if None in parts else sum(parts) / 2
     return float(config.num_attention_heads * size)
 
 

@@ -48,7 +48,7 @@ class _Step:
     learning_rate: float
     targets: Tensor
     tokens: int
-    """Of this rank until `flush`, then of all ranks."""
+    """Of this rank."""
     skipped: Tensor | None
 
 
@@ -144,8 +144,8 @@ class Recorder:
         names = list(steps[0].values)
         sums = torch.stack([torch.stack([step.values[name] for name in names]) for step in steps]).double()
         # Rows that are not packed differ in length, so each rank has another number of tokens.
-        tokens = torch.tensor([[step.tokens] for step in steps], dtype=torch.float64)
-        sums = torch.cat([sums, tokens.to(sums.device)], dim=1)
+        tokens = torch.tensor([[step.tokens] for step in steps], dtype=torch.float64, device=sums.device)
+        sums = torch.cat([sums, tokens], dim=1)
         memory, data_wait = _peak_memory(self._processes), self._data_wait
         maxima = torch.tensor([float(memory), data_wait], dtype=torch.float64, device=sums.device)
         if self._processes.world_size > 1:
@@ -154,9 +154,8 @@ class Recorder:
             sums /= self._processes.tp_size
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         rows = sums.tolist()
-        for step, row in zip(steps, rows, strict=True):
-            step.tokens = round(row.pop())
-        points = self._points(steps, [dict(zip(names, row, strict=True)) for row in rows], maxima.tolist())
+        values = [dict(zip(names, row[:-1], strict=True)) for row in rows]
+        points = self._points(steps, values, [round(row[-1]) for row in rows], maxima.tolist())
         self._data_wait = 0.0
         if self._file is not None and self._trackers is not None:
             self._file.write(points)
@@ -168,10 +167,15 @@ class Recorder:
             self._prometheus.report(points, memory_bytes=memory, data_wait_seconds=data_wait)
         return points
 
-    def _points(self, steps: list[_Step], values: list[dict[str, float]], maxima: list[float]) -> list[MetricPoint]:
-        """Points of `steps`, which took until now. `most`: the highest peak memory and data wait of any rank."""
+    def _points(
+        self, steps: list[_Step], values: list[dict[str, float]], tokens_of_steps: list[int], maxima: list[float]
+    ) -> list[MetricPoint]:
+        """Points of `steps`, which took until now, with sums over all ranks of each step's values and tokens.
+
+        maxima: the highest peak memory and data wait of any rank.
+        """
         now, count = time.monotonic(), steps[-1].step - self._flushed_step
-        rate = sum(step.tokens for step in steps) / (now - self._flushed_at)
+        rate = sum(tokens_of_steps) / (now - self._flushed_at)
         of_all: dict[str, Any] = {
             "attempt": self.attempt,
             "time": time.time(),
@@ -183,8 +187,8 @@ class Recorder:
         }
         points = []
         tokens, targets = self._totals
-        for step, step_values in zip(steps, values, strict=True):
-            tokens, targets = tokens + step.tokens, targets + int(step.targets)
+        for step, step_values, step_tokens in zip(steps, values, tokens_of_steps, strict=True):
+            tokens, targets = tokens + step_tokens, targets + int(step.targets)
             norm = None if step.grad_norm is None else float(step.grad_norm)
             # DeepSpeed finds non-finite gradients itself, inside its step.
             ruined = norm is not None and not math.isfinite(norm)

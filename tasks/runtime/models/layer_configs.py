@@ -1,4 +1,4 @@
-"""The configuration of each layer, of models whose layers differ in more than their kind."""
+"""What configurations say of layers: one configuration for each, and the size of its heads."""
 
 from __future__ import annotations
 
@@ -17,3 +17,8 @@ def layer_configs(config: PretrainedConfig) -> Sequence[PretrainedConfig]:
         each: Sequence[PretrainedConfig] = config.per_layer_config
         return each
     return [config] * int(config.num_hidden_layers)
+
+
+def head_width(config: PretrainedConfig) -> int:
+    """Values of a head: `head_dim`, or its default."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -54,9 +54,10 @@ def read_configurations(filesystem: Any, folder: str) -> list[Configuration]:
     if block is None or "configs:" not in block[1]:
         return []
     try:
-        listed = (yaml.safe_load(block[1]) or {}).get("configs")
-        entries = listed if isinstance(listed, list) else []
-        return [_configuration(entry) for entry in entries]
+        listed = (yaml.safe_load(block[1]) or {}).get("configs") or []
+        if not isinstance(listed, list):
+            raise TypeError("they are not a list")
+        return [_configuration(entry) for entry in listed]
     except (yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tasks.runtime.models.layer_configs import layer_configs
+from tasks.runtime.models.layer_configs import head_width, layer_configs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -41,10 +41,7 @@ _OURS = "flash_attention_4"
 def usable_version(config: PretrainedConfig) -> str | None:
     """Of `flash-attn-4`, if it computes the attention of models of this configuration in training on this machine."""
     text = config.get_text_config()
-    sizes = {
-        getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-        for layer in layer_configs(text)
-    }
+    sizes = {head_width(layer) for layer in layer_configs(text)}
     dropout: float = getattr(text, "attention_dropout", None) or 0.0
     # Latent attention has keys of another size than values; `head_dim` is that of the rotated part of keys.
     if not sizes <= {*_SIZES} or dropout or getattr(text, "kv_lora_rank", None):

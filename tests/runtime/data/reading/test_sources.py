@@ -247,6 +247,7 @@ def test_of_a_folder_with_a_card_the_files_are_read_that_datasets_reads(
         ("[{config_name: a, data_files: a.jsonl}]", {"split": "test"}, "the splits 'train' of the configuration 'a'"),
         ("[{config_name: a, data_files: b-*}]", {}, "names files 'b-\\*' .*and there are none"),
         ("[{data_files: a.jsonl}]", {}, "README.md cannot be read: 'config_name'"),
+        ("{config_name: a}", {}, "README.md cannot be read: they are not a list"),
         ("[{config_name: a", {}, "README.md cannot be read: .*correct them, or name the files"),
     ],
 )
