@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy, deepcopy
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +39,21 @@ def _merged(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         if not based:
             yield name, parameter
         elif own == "weight":
-            # In fp32, as PEFT's own merge is in the dtype of the weight, whose rounding would add to the difference.
-            delta: Tensor = modules[path].get_delta_weight("default")
-            yield f"{path}.{own}", (parameter.float() + delta.float()).to(parameter.dtype)
+            # Summed in fp32 and rounded once, as in the model that is exported.
+            delta: Tensor = _with_adapter_in_fp32(modules[path]).get_delta_weight("default")
+            yield f"{path}.{own}", (parameter.float() + delta).to(parameter.dtype)
         else:
             yield f"{path}.{own}", parameter
+
+
+def _with_adapter_in_fp32(layer: Any) -> Any:
+    """PEFT's layer with a copy of its adapter; its base layer is the same."""
+    twin = copy(layer)
+    twin._modules = {
+        name: deepcopy(module).float() if name.startswith("lora_") else module
+        for name, module in layer._modules.items()
+    }
+    return twin
 
 
 def _layer(name: str) -> str:

@@ -20,7 +20,7 @@ from tasks.runtime import checkpoint
 from tasks.runtime.checkpoint.state import load_model, read_model_tensors
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.models.adapters.adapter_folder import load_initial_adapter
-from tasks.runtime.models.adapters.lora import add_adapter, base_fingerprint, require_base, untie_adapted_embeddings
+from tasks.runtime.models.adapters.lora import add_adapter, base_fingerprint, merge_adapter, require_base
 from tasks.runtime.models.adapters.pissa import INITIAL, InitialMatrices, read_initial_matrices, set_initial_matrices
 from tasks.runtime.models.build import build_model, build_saved_model, materialize
 from tasks.runtime.optim.library_optimizers import average
@@ -85,10 +85,7 @@ def build_trained_model(spec: RunSpec, weights: Path) -> PreTrainedModel:
     """
     if spec.adapter.type == "none":
         return build_model(spec.model, spec.seed, weights=str(weights))
-    adapted = build_adapted_model(spec, weights)
-    untie_adapted_embeddings(adapted.model)
-    merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
-    return merged
+    return merge_adapter(build_adapted_model(spec, weights))
 
 
 def build_adapted_model(spec: RunSpec, weights: Path) -> LoraModel:
@@ -122,6 +119,4 @@ def build_initial_model(spec: RunSpec) -> PreTrainedModel:
     adapted = add_adapter(model, spec.adapter, spec.seed)
     assert adapted is not None
     load_initial_adapter(model, spec.adapter, spec.model)
-    untie_adapted_embeddings(model)
-    merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
-    return merged
+    return merge_adapter(adapted)

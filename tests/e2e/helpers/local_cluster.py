@@ -14,6 +14,7 @@ import compileall
 import fcntl
 import json
 import os
+import py_compile
 import shutil
 import signal
 import subprocess
@@ -44,6 +45,8 @@ PROVIDER = STATE / "identity-provider"
 CLIENT_SECRET = "strata-flyte-client"
 NAMESPACE = "strata-system"
 RELEASE = (str(STACK), "--namespace", NAMESPACE, "--values", str(ROOT / "tests/e2e/values.yaml"), "--values", "-")
+# The image of tasks, and where it has their code.
+IMAGE, WORK = "strata", "app"
 TENANTS = ("flytesnacks-development", "rival-development")
 # Addresses of that cluster, which its scripts choose.
 STORE, FLYTE, NAMES = "10.88.0.1", "10.96.0.81", "10.96.0.10"
@@ -136,6 +139,7 @@ def build() -> None:
     try:
         script("build.sh", LIMITS["build"])
         script("images.sh", LIMITS["images"])
+        pack()
         (STATE / "images" / f"{upstream_flyte.IMAGE}.tar").unlink(missing_ok=True)
         if upstream_flyte.PROGRAM:
             upstream_flyte.pack(SCRIPTS, STATE / "images")
@@ -145,6 +149,34 @@ def build() -> None:
         fake_nvml.build(SEEN["nvml"])
     except (OSError, subprocess.SubprocessError) as error:
         raise CannotError(f"the cluster's programs cannot be built here: {error}") from error
+
+
+def pack() -> None:
+    """The image of tasks: an empty system that sees this machine's Python, with the code where the Dockerfile has it,
+    compiled as there. A working copy is unpacked over it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        for name in ("usr", "etc", "tmp", "proc", "sys", "dev", "var/tmp", "home"):
+            (root / name).mkdir(parents=True)
+        for name in ("bin", "sbin", "lib", "lib64"):
+            (root / name).symlink_to(f"usr/{name}")
+        users = "root:x:0:0:root:/root:/bin/sh\nstrata:x:1000:1000:strata:/tmp:/bin/sh\n"
+        (root / "etc/passwd").write_text(users)
+        (root / "etc/group").write_text("root:x:0:\nstrata:x:1000:\n")
+        (root / "etc/nsswitch.conf").write_text("hosts: files dns\n")
+        for name in ("tasks", "workflows"):
+            shutil.copytree(ROOT / name, root / WORK / name, ignore=shutil.ignore_patterns("__pycache__"))
+        compileall.compile_dir(
+            root / WORK, quiet=1, stripdir=root, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH
+        )
+        for place in (root, root / "tmp", root / "var/tmp"):
+            place.chmod(0o755 if place == root else 0o1777)
+        # Pods have a user of their own.
+        for place in (root / WORK, *(root / WORK).rglob("*")):
+            place.chmod(0o777 if place.is_dir() else 0o666)
+        made = [f"registry.local/{IMAGE}:1", str(STATE / "images" / f"{IMAGE}.tar"), "1000"]
+        subprocess.run(["python3", str(SCRIPTS / "mkimage.py"), root, *made], check=True, timeout=120)
 
 
 def up() -> None:
@@ -359,12 +391,12 @@ def own_values() -> dict[str, Any]:
         "flyte-binary": flyte,
         "kueue": {"controllerManager": kueue},
         "strata": {
-            "image": {"repository": "registry.local/hostroot", "tag": "1"},
+            "image": {"repository": f"registry.local/{IMAGE}", "tag": "1"},
             # The chart of Flyte has one service where there is one ingress.
             "queues": {"timeout": {"flyte": f"{FLYTE}:8089", "secret": login}},
             "tenantDefaults": {
                 "network": network,
-                "podTemplate": {"workingDir": "/tmp", "env": env, "volumes": [*volumes, runs]},
+                "podTemplate": {"workingDir": f"/{WORK}", "env": env, "volumes": [*volumes, runs]},
             },
             "tests": {"env": env, "volumes": volumes, "reachable": [f"{STORE}:9000"]},
         },
@@ -467,7 +499,7 @@ def accounts() -> Iterator[str]:
 def run_tests(arguments: list[str]) -> int:
     """pytest in the cluster's network; its exit status."""
     os.environ.update(store_environment())
-    os.environ.update(FLYTECTL_CONFIG=str(FLYTE_CONFIG), STRATA_E2E_IMAGE="registry.local/hostroot:1")
+    os.environ.update(FLYTECTL_CONFIG=str(FLYTE_CONFIG), STRATA_E2E_IMAGE=f"registry.local/{IMAGE}:1")
     os.environ.update(STRATA_E2E_NVML=str(SEEN["nvml"]))
     reject = f"INPUT -d {STORE} -p tcp --dport 9000 -j REJECT --reject-with tcp-reset"
     os.environ.update(STRATA_E2E_STORE_OFF=f"iptables -I {reject}", STRATA_E2E_STORE_ON=f"iptables -D {reject}")

@@ -196,7 +196,13 @@ def _read_json(file: IO[bytes], name: str) -> Iterator[Row]:
     """A list of objects, or JSON Lines, which often have this extension, too."""
     # Not every compressed file can be read from the start again.
     file = io.BufferedReader(_Raw(file), 1 << 20)
-    if file.peek(1).removeprefix(_BYTE_ORDER_MARK).lstrip()[:1] != b"[":
+    begin = file.peek(1).removeprefix(_BYTE_ORDER_MARK).lstrip()
+    if begin[:1] != b"[":
+        if begin.splitlines()[:1] == [b"{"]:
+            raise OSError(
+                "it is one object over several lines, where a list of rows or JSON Lines is expected; save the list "
+                "that is in it by itself (jq '.data' file.json)"
+            )
         yield from _read_json_lines(file, name)
         return
     content = file.read(_MAX_JSON + 1)

@@ -351,6 +351,11 @@ def _find_in_folder(filesystem: Any, folder: str, name: str, split: str, subset:
     files = {posixpath.relpath(path, folder): path for path in sorted(filesystem.find(folder))}
     shown = [path for path in files if is_data_file(path)]
     listed = read_configurations(filesystem, folder)
+    if subset is not None and not listed:
+        raise ValueError(
+            f"data.subset is {subset!r}, but the folder has no {CARD} that lists configurations; remove data.subset "
+            "and name the folder or the files to train on"
+        )
     configuration = choose_configuration(listed, subset) if listed else None
     if configuration is not None and configuration.files is None:
         shown = [path for path in shown if is_below(path, configuration.folder)]

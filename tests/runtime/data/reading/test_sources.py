@@ -267,6 +267,12 @@ def test_a_card_without_configurations_changes_nothing(tmp_path: Path) -> None:
         assert len(_values(_open(folder))) == 2
 
 
+def test_a_configuration_of_a_folder_without_a_card_is_refused(tmp_path: Path) -> None:
+    folder = _fill(tmp_path, ("main/train.jsonl", "socratic/train.jsonl"))
+    with pytest.raises(ValueError, match=r"data\.subset is 'main', but the folder has no README\.md that lists"):
+        _open(folder, subset="main")
+
+
 @pytest.mark.parametrize("scheme", ["memory", "file"])
 def test_urls(scheme: str, tmp_path: Path) -> None:
     base = f"{scheme}://{tmp_path}"
@@ -348,6 +354,7 @@ BROKEN = {
     "a.jsonl": (b'{"text": "\xe9"}\n', r"line 1 is not UTF-8 \(invalid continuation byte at byte 10\); save"),
     "utf-16.csv": ("text\na\n".encode("utf-16"), "line 1 is not UTF-8 .*; save it as UTF-8"),
     "a.json": (b"[1, 2", "not valid JSON: Expecting ',' delimiter"),
+    "object.json": (b'{\r\n "data": [{"text": "a"}]\n}\n', r"one object over .* \(jq '\.data'"),
     "digits.json": (b"[" + b"1" * 5000 + b"]", "not valid JSON: Exceeds the limit"),
     "twice.json": (b'[{"text": 1, "text": 2}]', "not valid JSON: an object has a key twice: text, text"),
     "deep.json": (b"[" * 100_000 + b"]" * 100_000, "its objects or lists are nested too deeply"),
