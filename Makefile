@@ -48,7 +48,7 @@ test-fast: $(READY) ## Run the quick tests: specs, data, checkpoints, kernels, d
 
 test-gpu: $(READY) ## Run the tests of kernels, and those of the runtime that need a GPU, on one NVIDIA GPU
 	$(BIN)/python -m pytest -n 4 tests/kernels $(ARGS)
-	$(BIN)/python -m pytest -n 4 tests/runtime -m gpu $(ARGS)
+	$(BIN)/python -m pytest -n 4 tests/runtime -m "gpu or any_device" $(ARGS)
 
 e2e: $(READY) ## Run the tests that need a cluster; docs/cluster-tests.md
 	@for name in KUBECONFIG FLYTECTL_CONFIG STRATA_E2E_IMAGE; do \

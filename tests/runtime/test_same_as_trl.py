@@ -111,7 +111,8 @@ def spec_of(output, name):
         {
             "name": name,
             "output": str(output),
-            "model": {"name": f"{output}/pretrained"},
+            # On a GPU the default is bf16.
+            "model": {"name": f"{output}/pretrained", "dtype": "float32"},
             "data": {"source": f"{output}/{rows}.jsonl", "sequence_length": 96, "packing": False}
             | {"validation_fraction": 0, **data},
             "objective": objective,
@@ -142,7 +143,7 @@ def trainer_of(output, kind, rows, options, model, **arguments):
         "output_dir": str(output / "trl"), "max_steps": STEPS, "per_device_train_batch_size": len(PAIRS),
         "learning_rate": RATE, "lr_scheduler_type": "constant", "weight_decay": 0.0, "adam_beta2": 0.95,
         "max_length": 96, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
-        "use_cpu": True, "bf16": False, **options,
+        "use_cpu": not torch.cuda.is_available(), "bf16": False, **options,
     }  # fmt: skip
     args = getattr(module, f"{kind}Config")(**settings)
     return getattr(module, f"{kind}Trainer")(model=model, args=args, train_dataset=Dataset.from_list(rows), **arguments)
@@ -176,6 +177,7 @@ def theirs(output, name, **more):
     return [(point["loss"], point["grad_norm"]) for point in trainer.state.log_history if "loss" in point]
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("name", RUNS)
 def test_losses_and_norms_are_those_of_trl(output, name):
     found, expected = ours(spec_of(output, name)), theirs(output, name)

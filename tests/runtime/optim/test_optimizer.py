@@ -16,6 +16,8 @@ from tasks.runtime.optim.gradients import clip_gradients
 from tasks.runtime.optim.lr_schedule import learning_rate_factor, set_learning_rate
 from tasks.runtime.optim.optimizer import build_optimizer
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 @pytest.mark.parametrize(
     ("schedule", "expected"),
@@ -251,10 +253,11 @@ def test_clipping_returns_the_norm_before_and_can_be_off():
     assert model.weight.grad.item() == pytest.approx(1)
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_norm_is_not_rounded_to_the_type_of_the_gradients(dtype):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 7)).to(dtype)
+    model = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 7)).to(DEVICE, dtype)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     exact = torch.cat([p.grad.double().flatten() for p in model.parameters()]).norm().item()
@@ -263,23 +266,30 @@ def test_the_norm_is_not_rounded_to_the_type_of_the_gradients(dtype):
     assert norm.item() == pytest.approx(exact, rel=1e-6)
 
 
-def test_the_norm_of_many_gradients_is_exact_on_a_cpu():
-    """Where FSDP offloads them. PyTorch's `vector_norm` is off by 5e-4 here, and by 1e-2 at ten times the size."""
-    weight = nn.Parameter(torch.empty(12_000_000))
-    weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+@pytest.mark.any_device
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+)
+def test_the_norm_of_many_gradients_is_exact(device):
+    """On a CPU, too, where FSDP offloads them: PyTorch's `vector_norm` is off by 5e-4 here, and by 1e-2 at ten times
+    the size.
+    """
+    weight = nn.Parameter(torch.empty(12_000_000, device=device))
+    weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).to(device)
     exact = weight.grad.double().norm().item()
     assert clip_gradients(nn.ParameterList([weight]), 0).item() == pytest.approx(exact, rel=3e-5)
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("precision", ["fp32_master", "stochastic_rounding"])
 @pytest.mark.parametrize("limit", [0.5, 1e9])
 def test_clipping_in_the_step_has_the_bits_of_clipped_gradients(precision, limit):
     def train(clip):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 2)).bfloat16()
+        model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 2)).to(DEVICE, torch.bfloat16)
         optimizer = build_optimizer(model, RunSpec(optimizer={"precision": precision, "lr": 1e-2}))
         for number in range(3):
-            model(torch.full((3, 16), 1.0 + number).bfloat16()).square().sum().backward()
+            model(torch.full((3, 16), 1.0 + number, dtype=torch.bfloat16, device=DEVICE)).square().sum().backward()
             norm = clip(model, optimizer)
             optimizer.step()
             optimizer.zero_grad()
