@@ -3,7 +3,8 @@
 A recomputed layer keeps its input, and with `gradient_checkpointing: attention` what its attention multiplies. That is
 copied to pinned host memory on a stream of its own while the next layers compute, and comes back while the layers
 behind it run backward. A row's length is then bounded by time and host memory: of all layers, the GPU holds what two
-keep.
+keep. A third layer waits on the GPU until the copies of the first are done. (`Tensor.record_stream` instead of a wait
+would free memory when the host sees that a copy is done, and the host is whole layers ahead.)
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Offloading:
             # what it has packed.
             own = _place(hidden)
             self._layer = _Layer(before=self._layer)
+            self._layer.let_go()
 
             def pack(tensor: Tensor) -> Tensor | OnHost:
                 # Positions, masks and rotary embeddings are those of all layers.
@@ -45,7 +47,7 @@ class Offloading:
         return run
 
     def to_host(self, tensor: Tensor) -> OnHost:
-        """Start to copy a tensor of the layer that runs. Its memory is free once the caller lets it go."""
+        """Start to copy a tensor of the layer that runs. Its memory is free two layers later."""
         assert self._layer is not None
         if tensor.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream(tensor.device)
@@ -73,6 +75,14 @@ class _Layer:
         # Autograd has them, until it has let go of a pass.
         self.copies: list[ref[OnHost]] = []
 
+    def let_go(self) -> None:
+        """Give up the device's memory of the tensors of the second layer before this."""
+        first = self._before._before if self._before is not None else None
+        for reference in first.copies if first is not None else ():
+            copy = reference()
+            if copy is not None:
+                copy.let_go()
+
     def come_back(self) -> None:
         """Start the way back of this layer's tensors, and of those of the layer before, which are needed next."""
         self.start()
@@ -90,39 +100,51 @@ class _Layer:
 
 
 class OnHost:
-    """A tensor in pinned host memory."""
+    """A tensor in pinned host memory, and on its device until `let_go`."""
 
     def __init__(self, tensor: Tensor, stream: torch.cuda.Stream | None, layer: _Layer) -> None:
         self._stream, self._device, self._layer = stream, tensor.device, layer
+        # Not what came before it in the graph.
+        self._tensor: Tensor | None = tensor.detach()
         self._host = torch.empty_like(tensor, device="cpu", pin_memory=stream is not None)
-        self._copy: Tensor | None = None
-        self._arrived: torch.cuda.Event | None = None
-        if stream is None:
-            self._host.copy_(tensor)
-            return
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            self._host.copy_(tensor, non_blocking=True)
-        # The allocator may give its memory to others once the copy is done.
-        tensor.record_stream(stream)
+        self._copied: torch.cuda.Event | None = None
+        self._copy(self._host, self._tensor)
+
+    def let_go(self) -> None:
+        """Free the device's memory for what the current stream does after the copy."""
+        self._wait()
+        self._tensor = None
+
+    def start(self) -> None:
+        """Start the way back of a tensor that has been let go."""
+        if self._tensor is None:
+            self._tensor = torch.empty_like(self._host, device=self._device)
+            self._copy(self._tensor, self._host)
 
     def to_device(self) -> Tensor:
         """The tensor on its device, in time for the current stream."""
         self._layer.come_back()
-        copy, self._copy = self._copy, None
-        assert copy is not None
-        if self._arrived is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._arrived)
-        return copy
+        tensor, self._tensor = self._tensor, None
+        assert tensor is not None
+        self._wait()
+        return tensor
 
-    def start(self) -> None:
-        """Start the way back."""
-        self._copy = torch.empty_like(self._host, device=self._device)
+    def __del__(self) -> None:
+        # A pass that ends early: nobody else may get memory that is still copied.
+        if self._tensor is not None:
+            self._wait()
+
+    def _copy(self, to: Tensor, source: Tensor) -> None:
         if self._stream is None:
-            self._copy.copy_(self._host)
+            to.copy_(source)
             return
-        # Its memory may still be read by what the current stream has to do before.
+        # What is copied must be there, and what is copied to may still be read by what the current stream did before.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            self._copy.copy_(self._host, non_blocking=True)
-            self._arrived = self._stream.record_event()
+            to.copy_(source, non_blocking=True)
+            self._copied = self._stream.record_event()
+
+    def _wait(self) -> None:
+        if self._copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copied)
+            self._copied = None

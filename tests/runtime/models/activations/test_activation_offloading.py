@@ -72,7 +72,7 @@ def test_gradients_have_the_same_bits(device, training, offloaded, copies):
     assert len(copies) == offloaded * sum(map(len, steps))
     assert {copy._host.device.type for copy in copies} == {"cpu"}
     # Nothing of a step is kept on the device or in the chain of copies.
-    assert all(copy._copy is None and copy._layer._before is None for copy in copies)
+    assert all(copy._tensor is None and copy._layer._before is None for copy in copies)
 
 
 def test_the_input_of_a_layer_is_let_go_in_the_forward_pass():
@@ -106,6 +106,17 @@ def test_a_forward_pass_without_a_backward_pass_changes_nothing(copies):
 def test_without_inputs_to_offload_it_is_refused(training, way_out):
     with pytest.raises(ValueError, match=rf"training.activation_offloading[\s\S]*{way_out}"):
         RunSpec.model_validate({"training": training})
+
+
+def test_the_device_holds_what_two_layers_keep(copies):
+    model, held = make_model("cpu", **OFFLOADED), []
+    for layer in model.model.layers:
+        hook = lambda *_: held.append([copy._tensor is not None for copy in copies])  # noqa: E731
+        layer.register_forward_pre_hook(hook)
+        layer.register_full_backward_hook(hook)
+    gradients(model, batch("cpu"))
+    assert max(map(sum, held)) == 2
+    assert held[3] == [False, True, True]
 
 
 @pytest.mark.gpu
