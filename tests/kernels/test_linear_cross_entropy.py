@@ -314,7 +314,7 @@ def test_a_frozen_head_saves_a_product(problem, monkeypatch) -> None:
         assert sum(counts) == products * 6 * 20 * 8
 
 
-@pytest.mark.parametrize("factor", [1.0, 3.0])
+@pytest.mark.parametrize("factor", [1.0, 0.3337])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_backward_twice_over_a_kept_graph(reduction, factor, problem) -> None:
     (x, weight, _), target = problem(5, 20, 8)

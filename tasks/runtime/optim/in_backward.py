@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from tasks.runtime.optim.chained import step_parameter
-from tasks.runtime.optim.gradients import clip_factor, local_norms
+from tasks.runtime.optim.gradients import clip_factor, local_norms, scale_gradients
 
 # Gradients that wait for their step. A decoder layer has seven or so matrices, and all are stepped long before the
 # next layer's are there.
@@ -145,5 +145,5 @@ class _Steps:
         if hasattr(optimizer, "gradient_scale"):
             optimizer.gradient_scale = factor
         else:
-            parameter.grad.mul_(factor.to(parameter.grad.dtype))
+            scale_gradients([parameter], factor)
         return squared

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.sections.model import Lora
@@ -15,7 +18,6 @@ from strata_platform.spec.sections.training import Optimizer, ParameterGroup
 from tasks.runtime.optim.adamw import ExactAdamW, PagedAdamW
 from tasks.runtime.optim.adamw_8bit import BLOCK, AdamW8bit, has_eight_bits
 from tasks.runtime.optim.chained import ChainedOptimizer
-from tasks.runtime.optim.gradients import by_mesh
 from tasks.runtime.optim.in_backward import step_in_backward
 from tasks.runtime.optim.library_optimizers import ExactAdafactor, ExactLion, ExactScheduleFree
 from tasks.runtime.optim.muon import ExactMuon
@@ -83,7 +85,7 @@ class _Builder:
             | ({} if rate is None else {"lr": rate, "lr_scale": rate / self.lr})
             for (decay, rate), members in alike.items()
             # A fused operator takes tensors of one device mesh.
-            for parameters in by_mesh(members)
+            for parameters in _by_mesh(members)
         ]
 
     def adamw(self, trained: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -207,3 +209,11 @@ def _biases(model: nn.Module) -> set[int]:
 def _log_share(what: str, sizes: dict[int, int], trained: list[nn.Parameter]) -> None:
     total = sum(parameter.numel() for parameter in trained)
     log.info("optimizer: %s %.1f %% of the weights", what, 100 * sum(sizes.values()) / total)
+
+
+def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """`parameters` grouped by their device mesh; plain tensors form a group of their own."""
+    lists: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        lists.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return list(lists.values())

@@ -93,11 +93,11 @@ def scaled(x: Tensor, factor: Tensor) -> Tensor:
     It is not safe if the graph is kept for another backward pass, while a compiler traces (x is of a subclass then), or
     for a batch of factors (`is_grads_batched=True`).
     """
-    kept = torch._C._autograd._get_current_graph_task_keep_graph()
-    if type(x) is not Tensor or kept or has_mode() or not takes_kernel(x):
-        return x * factor
-    if not x.is_contiguous():
-        return x.mul_(factor)
+    if type(x) is not Tensor or has_mode() or not takes_kernel(x):
+        # As the kernel: `x * factor` on a GPU would round an fp32 factor to the dtype of x first.
+        return (x.to(torch.promote_types(x.dtype, factor.dtype)) * factor).to(x.dtype)
+    if torch._C._autograd._get_current_graph_task_keep_graph() or not x.is_contiguous():
+        x = x.clone(memory_format=torch.contiguous_format)
     block = 8192
     programs = min(triton.cdiv(x.numel(), block), 8 * multiprocessors(x.device))
     launch(multiply_kernel, (programs,), x, factor, x.numel(), BLOCK=block, num_warps=8)
