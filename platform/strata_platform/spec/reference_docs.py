@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Collection, Iterator
+from inspect import cleandoc
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -69,7 +70,7 @@ def _field_of(section: type[BaseModel], name: str) -> tuple[str | None, str] | N
 
 
 def _block(title: str, section: type[BaseModel], shared: Collection[str] = ()) -> Iterator[str]:
-    yield from (title, "", str(section.__doc__), "")
+    yield from (title, "", cleandoc(str(section.__doc__)), "")
     if shared:
         yield from (f"Also takes {', '.join(f'`{name}`' for name in shared)}, as above.", "")
     yield from ("| Field | Takes | Default | |", "|---|---|---|---|")

@@ -1,4 +1,4 @@
-"""The description of a run, shared by the YAML file, the command line, notebooks and the docs.
+"""The spec of a run, shared by the YAML file, the command line, notebooks and the docs.
 
 Every field has a default, so `RunSpec()` is a complete run: it trains a small Llama from scratch on the docstrings of
 Python's standard library. Objects are frozen and reject unknown fields; contradictions are rejected with both fields
@@ -56,60 +56,60 @@ from strata_platform.spec.sections.training import Optimizer, Schedule, Training
 
 
 class Callback(Section):
-    """A callback of your own, a class based on `tasks.runtime.extensions.Callback`."""
+    """A callback of your own: a class based on `tasks.runtime.extensions.Callback`."""
 
     object: ObjectName = Field(description="The class, such as `my_package.callbacks:Notify`.")
-    arguments: Arguments = Field({}, description="What the class is called with, by name.")
+    arguments: Arguments = Field({}, description="Keyword arguments for the class.")
 
 
 class Runtime(Section):
-    """The training framework, and what is called while it trains."""
+    """The training framework, and callbacks during training."""
 
     framework: Literal["hf", "lightning", "torch"] = Field(
         "hf",
         description="`hf`: the Hugging Face Trainer; `lightning`: Lightning's Trainer; `torch`: a plain PyTorch loop. "
-        "All train to the same losses.",
+        "All reach the same losses.",
     )
     callbacks: Annotated[tuple[Callback, ...], Allowed("a list of sections, each with an object")] = Field(
-        (), description="Callbacks of your own, called on rank 0 in this order."
+        (), description="Callbacks of your own. Rank 0 calls them in this order."
     )
 
 
 class Checkpoint(Section):
     """When checkpoints are saved, kept and uploaded, and whether a new attempt resumes."""
 
-    every: Count = Field(50, description="Steps between checkpoints; the last step is always saved.")
-    keep_last: Count = Field(2, description="Number of the newest checkpoints to keep.")
+    every: Count = Field(50, description="Number of steps between checkpoints. The last step is always saved.")
+    keep_last: Count = Field(2, description="Number of newest checkpoints to keep.")
     keep_every: Count | None = Field(
-        None, description="Also keep checkpoints of steps that are multiples of this; must be a multiple of `every`."
+        None,
+        description="Also keep the checkpoints of steps that are multiples of this; must be a multiple of `every`.",
     )
     keep_best: Flag = Field(
         False,
-        description="Also keep the checkpoint with the lowest validation loss of `evaluation.every`; it is saved at "
-        "once, also between the steps of `every`.",
+        description="Also keep the checkpoint with the lowest validation loss of `evaluation.every`. It is saved right "
+        "after its evaluation, even if the step is not a multiple of `every`.",
     )
     load_best_model_at_end: Flag = Field(
         False,
-        description="Evaluate and export the checkpoint of `keep_best` in place of the last one, as in Hugging Face's "
+        description="Evaluate and export the checkpoint of `keep_best` instead of the last one, as in Hugging Face's "
         "Trainer.",
     )
     on_sigterm: Literal["stop", "save"] = Field(
         "stop",
-        description="`stop` ends at once; the next attempt repeats the steps since the last checkpoint. `save` "
-        "finishes the step and saves first, within the grace period; for that the processes exchange a "
-        "message after every step.",
+        description="`stop`: exit at once; the next attempt repeats the steps since the last checkpoint. `save`: "
+        "finish the step and save, within the grace period; for this, the processes synchronize after every step.",
     )
     url: ObjectStoreUrl | None = Field(
         None,
-        description="Object store, such as `s3://bucket/path`; complete checkpoints, and logs of "
-        "pods, are uploaded to `<url>/<name>`. A "
-        "start resumes from the newest one, on disk or there. Credentials come from the environment.",
+        description="Object store, such as `s3://bucket/path`. Complete checkpoints and the logs of pods are uploaded "
+        "to `<url>/<name>`. A start resumes from the newest checkpoint, on disk or in the store. Credentials come "
+        "from the environment.",
     )
-    url_timeout: Count = Field(900, description="Seconds that the store may be unreachable before the run ends.")
+    url_timeout: Count = Field(900, description="Seconds that the store may be unavailable before the run ends.")
     resume: Literal["auto", "never"] = Field(
         "auto",
-        description="`auto` resumes from the newest complete checkpoint; `never` refuses a folder that has any, also "
-        "after a preemption.",
+        description="`auto` resumes from the newest complete checkpoint. `never` rejects a run folder that has a "
+        "checkpoint, also after a preemption.",
     )
 
 
@@ -118,40 +118,45 @@ class Evaluation(Section):
 
     every: Count | None = Field(
         None,
-        description="Steps between evaluations during training, which measure the validation loss; the last step is "
-        "always evaluated. By default there are none.",
+        description="Steps between evaluations during training, which measure the validation loss. The last step is "
+        "always evaluated then. By default there are no evaluations during training.",
     )
     during: tuple[Literal["samples", "tasks"], ...] = Field(
         (),
-        description="What each evaluation during training does beside the loss: generate `samples`, score `tasks`. "
-        "Training waits for both.",
+        description="What each evaluation during training does in addition to the validation loss: generate `samples`, "
+        "score `tasks`. Training waits for both.",
     )
     early_stopping_patience: Count | None = Field(
         None,
-        description="Stop training after this many evaluations in a row without a lower validation loss, as Hugging "
-        "Face's `EarlyStoppingCallback` does.",
+        description="Stop training after this many consecutive evaluations without a lower validation loss, like "
+        "Hugging Face's `EarlyStoppingCallback`.",
     )
     early_stopping_threshold: Number = Field(
-        0.0, ge=0.0, description="How much lower than the lowest a loss has to be to count, for early stopping."
+        0.0, ge=0.0, description="Minimum decrease of the lowest validation loss that counts for early stopping."
     )
-    samples: Integer = Field(3, ge=0, le=64, description="Prompts from the validation split to generate from.")
-    max_new_tokens: Integer = Field(48, ge=1, le=4096, description="Tokens to generate per prompt.")
-    max_batches: Count | None = Field(None, description="Evaluate on at most this many micro-batches of each source.")
+    samples: Integer = Field(
+        3, ge=0, le=64, description="Number of prompts from the validation split for which answers are generated."
+    )
+    max_new_tokens: Integer = Field(48, ge=1, le=4096, description="Maximum tokens to generate per prompt.")
+    max_batches: Count | None = Field(
+        None, description="Maximum number of micro-batches of each source to evaluate on."
+    )
     tasks: tuple[Text, ...] = Field(
         (),
-        description="Tasks of lm-evaluation-harness, by name or as paths of your own YAML files, run before and after "
-        "training; needs the extra `lm-eval`.",
+        description="Tasks of lm-evaluation-harness to run before and after training, by name or as paths of your own "
+        "YAML files; needs the extra `lm-eval`.",
     )
     few_shot: Annotated[int, Field(ge=0, le=64), BeforeValidator(number)] | None = Field(
-        None, description="Few-shot examples before each question of a task; by default the task's own number."
+        None,
+        description="Number of few-shot examples before each question of a task; by default the task's own number.",
     )
-    task_limit: Count | None = Field(None, description="Maximum number of examples of each task.")
+    task_limit: Count | None = Field(None, description="Maximum number of examples per task.")
 
 
 class Topology(Section):
     """Pods and processes, in torchrun's terms."""
 
-    nnodes: Integer = Field(1, ge=1, le=4096, description="Pods.")
+    nnodes: Integer = Field(1, ge=1, le=4096, description="Number of pods.")
     nproc_per_node: Integer = Field(1, ge=1, le=64, description="Processes per pod, one per GPU.")
 
     @property
@@ -163,52 +168,58 @@ class Topology(Section):
 class Resources(Section):
     """Resources that each pod of a remote run requests."""
 
-    cpu: Quantity = Field("2", description="CPU cores.")
-    memory: Quantity = Field("8Gi", description="Memory.")
-    gpu: Integer = Field(0, ge=0, le=64, description="GPUs; must equal `topology.nproc_per_node`. 0 runs on the CPU.")
+    cpu: Quantity = Field("2", description="CPU cores per pod.")
+    memory: Quantity = Field("8Gi", description="Memory per pod.")
+    gpu: Integer = Field(
+        0, ge=0, le=64, description="GPUs per pod; must equal `topology.nproc_per_node`, or be 0 to run on CPUs."
+    )
     gpu_type: Text | None = Field(
         None,
-        description="GPU model: a value of the node label that Flyte's `gpu-device-node-label` names; without Flyte, "
-        "of `nvidia.com/gpu.product` or `amd.com/gpu.product-name`.",
+        description="GPU model, as a value of the node label that Flyte's `gpu-device-node-label` names; without "
+        "Flyte, of `nvidia.com/gpu.product` or `amd.com/gpu.product-name`.",
     )
     gpu_resource: GpuResource | None = Field(
         None,
-        description="Without Flyte: the Kubernetes resource of the GPUs, by default `nvidia.com/gpu`; also "
-        "`amd.com/gpu`, or one MIG slice such as `nvidia.com/mig-3g.40gb`. With Flyte, Flyte's configuration names it.",
+        description="Without Flyte: Kubernetes resource of the GPUs, by default `nvidia.com/gpu`. It can also be "
+        "`amd.com/gpu`, or one MIG slice such as `nvidia.com/mig-3g.40gb`. With Flyte, Flyte's configuration sets it.",
     )
     shared_memory: Quantity = Field("2Gi", description="Size of /dev/shm.")
     queue: Name | None = Field(
-        None, description="Kueue queue; by default the one called `default`, if the cluster has it."
+        None, description="Kueue queue; by default the queue `default`, if the namespace has one."
     )
     priority: Name | None = Field(None, description="Kueue priority class; by default the cluster's.")
     time_limit: Count | None = Field(
         None,
-        description="Seconds that a run may train, over all attempts, on a cluster or on this machine. Before they are "
-        "over, by ten minutes or a tenth, the log says so and a checkpoint is saved; at the end the run stops with "
-        "another one, and is not retried. Raise it and submit again to continue. Kueue ends an attempt that holds its "
-        "machines for an hour longer.",
+        description="Maximum seconds of training, over all attempts, on a cluster or on this machine. Ten minutes "
+        "before the end, or a tenth of the limit if that is less, the log says so and a checkpoint is saved. At the "
+        "end the run saves another one and stops without a retry. To continue, raise the limit and submit again. "
+        "Kueue also ends an attempt that holds its machines for an hour longer than the limit.",
     )
     pod_template: Name | None = Field(
         None,
-        description="PodTemplate of the cluster for the pods; by default the one that Flyte is configured with, and "
-        "without Flyte the one called `strata`.",
+        description="PodTemplate for the pods, in their namespace. By default the one in Flyte's configuration; "
+        "without Flyte, the one called `strata`.",
     )
 
 
 class Tracking(Section):
-    """Where metrics go, in addition to `metrics.jsonl`, which always has every step."""
+    """Where metrics go in addition to `metrics.jsonl`, which always has every step."""
 
     report_to: tuple[Literal["tensorboard", "mlflow", "wandb"], ...] = Field(
         ("tensorboard",),
-        description="Trackers that get every step. TensorBoard writes to the run's folder; the others take servers "
-        "and keys from environment variables.",
+        description="Trackers that receive every step. TensorBoard writes to the run's folder; for the others, "
+        "environment variables set servers and keys.",
     )
-    project: Text = Field("strata", description="Experiment of MLflow, project of Weights & Biases.")
-    log_every: Count = Field(10, description="Steps between log lines and reports; metrics have every step.")
+    project: Text = Field("strata", description="Experiment in MLflow, project in Weights & Biases.")
+    log_every: Count = Field(
+        10,
+        description="Steps between progress lines, and between reports to trackers. Trackers and `metrics.jsonl` "
+        "receive every step.",
+    )
     prometheus_port: Annotated[int, Field(ge=1024, le=65472), BeforeValidator(number)] | None = Field(
         None,
-        description="Port on which a pod's first process serves metrics for Prometheus; further processes take the "
-        "ports after it. By default none does.",
+        description="Port on which the first process of a pod serves Prometheus metrics; the other processes use the "
+        "following ports. By default there are no endpoints.",
     )
 
 
@@ -225,29 +236,29 @@ class RunSpec(Section):
     name: Name = Field("finetune", description="Name of the run: lower-case letters, digits and dashes.")
     output: Folder = Field(
         "out",
-        description="Folder, the same for every attempt; the run writes to `<output>/<name>`. To copy results to an "
-        "object store, set `checkpoint.url` and `export.url`.",
+        description="Folder for runs, the same in every attempt; the run writes to `<output>/<name>`. To copy results "
+        "to an object store, set `checkpoint.url` and `export.url`.",
     )
-    seed: Integer = Field(0, ge=0, lt=2**32, description="Seed of initialization, data order and dropout.")
+    seed: Integer = Field(0, ge=0, lt=2**32, description="Seed of the initialization, the data order and dropout.")
     model: Model = Field(default_factory=Model, description="The model to train.")
     data: Data = Field(default_factory=Data, description="The training data.")
-    objective: Objective = Field(default_factory=Sft, description="The objective to minimize.")
+    objective: Objective = Field(default_factory=Sft, description="The training objective.")
     adapter: Adapter = Field(default_factory=NoAdapter, description="Which weights are trained.")
-    training: Training = Field(default_factory=Training, description="Length and batch.")
-    optimizer: Optimizer = Field(default_factory=Optimizer, description="Optimizer.")
-    schedule: Schedule = Field(default_factory=Schedule, description="Learning-rate schedule.")
+    training: Training = Field(default_factory=Training, description="Length and batch size.")
+    optimizer: Optimizer = Field(default_factory=Optimizer, description="The optimizer.")
+    schedule: Schedule = Field(default_factory=Schedule, description="The learning-rate schedule.")
     parallel: Parallel = Field(
         default_factory=Single, description="How the model and the batch are split over processes."
     )
-    runtime: Runtime = Field(default_factory=Runtime, description="Training framework.")
-    kernels: Kernels = Field(default_factory=Kernels, description="Fused operators.")
+    runtime: Runtime = Field(default_factory=Runtime, description="Training framework and callbacks.")
+    kernels: Kernels = Field(default_factory=Kernels, description="Fused operators and their compilation.")
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="Checkpoints.")
     faults: Faults = Field(default_factory=Faults, description="Health checks, hangs, and steps to skip.")
     evaluation: Evaluation = Field(default_factory=Evaluation, description="Evaluation before, during and after.")
-    export: Export = Field(default_factory=Export, description="Where the trained model goes.")
+    export: Export = Field(default_factory=Export, description="Formats and destinations of the trained model.")
     topology: Topology = Field(default_factory=Topology, description="Pods and processes.")
-    resources: Resources = Field(default_factory=Resources, description="Requests of each pod.")
-    tracking: Tracking = Field(default_factory=Tracking, description="Metrics.")
+    resources: Resources = Field(default_factory=Resources, description="Resources that each pod requests.")
+    tracking: Tracking = Field(default_factory=Tracking, description="Metrics and trackers.")
 
     @model_validator(mode="after")
     def _count_micro_batches(self) -> Self:
@@ -295,9 +306,9 @@ class RunSpec(Section):
     def peak_lr(self) -> float:
         """`optimizer.lr`, or the default: 2e-3 from scratch, 2e-4 for adapters, 2e-5 for pretrained weights.
 
-        For preferences and rewards a twentieth of that: they are small differences between answers. For Lion a tenth,
-        because each of its updates has the size of AdamW's largest. Adafactor's rates are relative to the weights:
-        1e-2, as in PyTorch.
+        A twentieth of that for preference objectives and GRPO, which learn small differences between answers. For Lion
+        a tenth, because each of its updates has the size of AdamW's largest. Adafactor's rates are relative to the
+        weights: 1e-2, as in PyTorch.
         """
         if self.optimizer.lr is not None:
             return self.optimizer.lr

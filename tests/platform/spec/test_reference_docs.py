@@ -37,6 +37,11 @@ def test_every_field_is_in_the_reference():
         assert f"\n## {name}" in text or f"| `{name}` |" in text
 
 
+def test_descriptions_of_sections_are_no_indented_code():
+    assert "\n\nSee [Mixtures](mixtures.md).\n" in reference_docs.reference()
+    assert not re.search(r"^    ", reference_docs.reference(), re.MULTILINE)
+
+
 def test_schema_closes_every_section_and_describes_every_field():
     schema = json_schema()
     for section in [schema, *schema["$defs"].values()]:

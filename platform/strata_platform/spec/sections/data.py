@@ -61,17 +61,17 @@ MEDIA_FIELDS = (
     "images_column", "image_folder", "image_max_pixels", "image_min_pixels",
     "audios_column", "audio_folder", "audio_max_seconds", "audio_min_seconds",
 )  # fmt: skip
-"""Fields of `data` that say that rows have images or audio."""
+"""Fields of `data` for rows with images or audio."""
 MAX_SOURCES = 100
 SHORTEST_AUDIO = 0.1
-"""Seconds of an audio at least: models of less have no token for it, or take it for a text without one."""
+"""Minimum seconds of an audio clip: a model has no token for a shorter one, or reads it as text without audio."""
 
 
 class Reading(Section):
     """One source of rows, and how they are read."""
 
     source: Sources | None = Field(
-        None, description="As `data.source`; by default the same, whose `subset` and `revision` then count, too."
+        None, description="Like `data.source`. By default the same source, with its `subset`, `split` and `revision`."
     )
     documents: Literal["file", "paragraph", "line"] = Field(
         "file",
@@ -79,63 +79,68 @@ class Reading(Section):
         "attends to another.",
     )
     document_separator: Text | None = Field(
-        None, description="Text that divides the documents of a text file, such as `<|endoftext|>`."
+        None, description="Text that separates the documents of a text file, such as `<|endoftext|>`."
     )
     subset: Text | None = Field(
-        None, description="Configuration of a Hub data set, or of a folder whose card lists some."
+        None,
+        description="Configuration of a Hub data set, or of a folder whose card (`README.md`) lists configurations.",
     )
     split: Text = Field(
-        "train", description="Split to train on, of a Hub data set or a folder whose files name splits."
+        "train",
+        description="Split to read: of a Hub data set, or of a folder whose file names contain splits, such as "
+        "`train.jsonl`.",
     )
     revision: Text | None = Field(None, description="Commit, tag or branch of a Hub data set.")
     format: FormatName | ObjectName = Field(
         "auto",
-        description="Format of a row. `auto` decides by the columns; the page Data formats has all forms. `alpaca` is "
-        "a question and its answer, as a chat. `preference_chat` reads pairs of texts as chats, `tokens` ids, "
-        "`prompt_chat` prompts as chats. A class of your own, such as `my_package.formats:Tickets`, is based on one of "
-        "`tasks.runtime.extensions`.",
+        description="Format of a row. `auto` detects it from the columns; the page Data formats lists all forms. "
+        "`alpaca`, `prompt_chat` and `preference_chat` render texts as chats: a question and its answer, a prompt, a "
+        "pair of answers. `tokens`: token ids. You can also name a class of your own, such as "
+        "`my_package.formats:Tickets`, that is based on one of `tasks.runtime.extensions`.",
     )
-    format_arguments: Arguments = Field({}, description="What a `format` of your own is called with, by name.")
+    format_arguments: Arguments = Field({}, description="Keyword arguments for the class of your own in `format`.")
     text_column: Text | None = Field(None, description="Column of format `text`; by default `text` or `content`.")
     prompt_column: Text | None = Field(
         None,
-        description="Column of prompts, of `prompt_completion`, `alpaca`, `preference` and `prompt`; by default a "
-        "known name.",
+        description="Prompt column of `prompt_completion`, `alpaca`, `preference` and `prompt`; by default detected by "
+        "its name, such as `prompt` or `question`.",
     )
     completion_column: Text | None = Field(
-        None, description="Completion or answer column of `prompt_completion` and `alpaca`; by default a known name."
+        None,
+        description="Completion or answer column of `prompt_completion` and `alpaca`; by default detected by its name, "
+        "such as `completion` or `answer`.",
     )
     template: Template | None = Field(
         None,
-        description="What renders the prompt of a row with one question and one answer, for models without a chat "
+        description="Template of the prompt, for rows with one question and one answer and models without a chat "
         "template: `alpaca`, a .jinja file, or a Jinja text over the row's columns. The answer follows as the "
         "completion. See [Prompt templates](prompt-templates.md).",
     )
     messages_column: Text | None = Field(
         None,
-        description="Column of format `chat`; by default `messages`, `conversations` or `conversation`: a list of "
-        "{role, content}, or of {from, value} as in ShareGPT. Assistant messages with `weight: 0` carry no loss. The "
-        "chat template also gets a column `tools`, if there is one.",
+        description="Column of format `chat`, by default `messages`, `conversations` or `conversation`: a list of "
+        "{role, content}, or of {from, value} as in ShareGPT. Assistant messages with `weight: 0` carry no loss. If "
+        "the row has a column `tools`, it is passed to the chat template.",
     )
     system_column: Text | None = Field(
         None,
-        description="Column with the system message of a chat, for chats of every format; by default `system`, "
-        "`system_prompt` or `system_message`, if there is one.",
+        description="Column with the system message of a chat, in every chat format; by default `system`, "
+        "`system_prompt` or `system_message`, if it exists.",
     )
     chosen_column: Text | None = Field(
-        None, description="Column of `preference`: the better answer, text or messages; by default `chosen`."
+        None, description="Column of `preference` with the better answer, as text or messages; by default `chosen`."
     )
     rejected_column: Text | None = Field(
-        None, description="Column of `preference`: the other answer; by default `rejected`."
+        None, description="Column of `preference` with the other answer, as text or messages; by default `rejected`."
     )
     margin_column: Text | None = Field(
         None,
-        description="Column with a number by which the score of the chosen answer should be larger, for `reward`; by "
-        "default `margin`, if there is one.",
+        description="Column with the margin of a pair, for `reward`: the chosen answer's score should exceed the other "
+        "one's by this number. By default `margin`, if it exists.",
     )
     label_column: Text | None = Field(
         None,
-        description="Column that says whether an answer is good, for `kto`: true or false; by default `label` or "
+        description="Column with true for a good answer and false for a bad one, for `kto`; by default `label` or "
         "`kto_tag`.",
     )
     images_column: Text | None = Field(
@@ -144,50 +149,56 @@ class Reading(Section):
         "`image`. See [Vision-language models](vision.md).",
     )
     image_folder: FolderOrUrl | None = Field(
-        None, description="Folder or URL that relative paths of images start from; by default that of the data file."
+        None,
+        description="Folder or URL to which the paths of images are relative; by default the folder of the data file.",
     )
     image_max_pixels: Count | None = Field(
         None,
-        description="Maximum pixels of an image, width times height: a larger one is scaled down before the model's "
-        "own processor. By default the processor alone decides.",
+        description="Maximum pixels of an image, width times height. A larger image is scaled down before the model's "
+        "processor reads it. By default only the processor scales.",
     )
     image_min_pixels: Count | None = Field(
-        None, description="Minimum pixels of an image: a row with a smaller one is skipped and counted."
+        None,
+        description="Minimum pixels of an image, width times height. A row with a smaller image is skipped and "
+        "counted.",
     )
     audios_column: Text | None = Field(
         None,
-        description="Column with the audio of a chat, in order: paths, URLs, or bytes; by default `audios` or `audio`. "
-        "See [Audio](audio.md).",
+        description="Column with the audio clips of a chat, in order: paths, URLs, or bytes; by default `audios` or "
+        "`audio`. See [Audio](audio.md).",
     )
     audio_folder: FolderOrUrl | None = Field(
-        None, description="Folder or URL that relative paths of audio start from; by default that of the data file."
+        None,
+        description="Folder or URL to which the paths of audio clips are relative; by default the folder of the data "
+        "file.",
     )
     audio_max_seconds: Annotated[float, Field(ge=SHORTEST_AUDIO), BeforeValidator(number)] | None = Field(
         None,
-        description="Maximum seconds of an audio; a processor that truncates audio has a limit of its own. `overlong` "
-        "decides what happens to a longer one.",
+        description="Maximum seconds of an audio clip; by default only the limit of the model's processor, if it has "
+        "one. `overlong` decides what happens to a longer clip.",
     )
     audio_min_seconds: Annotated[float, Field(gt=0), BeforeValidator(number)] | None = Field(
-        None, description="Minimum seconds of an audio: a row with a shorter one is skipped and counted."
+        None, description="Minimum seconds of an audio clip. A row with a shorter clip is skipped and counted."
     )
     ignore_columns: tuple[Text, ...] = Field(
         (),
-        description="Columns, and keys of messages, to leave unread although they may change what a row means, such as "
-        "`label`.",
+        description="Columns, and keys of messages, that are not read. Without this field, one that may change the "
+        "meaning of a row, such as `label`, is an error.",
     )
     special_tokens: Literal["auto", "text", "control"] = Field(
         "auto",
-        description="What special tokens mean that texts and messages contain: `control` tokens, or `text` like any "
-        "other. `auto`: text, but control tokens if each of the first texts, or of the first prompts with completions, "
-        "has some, as in chats that were rendered beforehand.",
+        description="How special tokens inside texts and messages are tokenized: as `control` tokens, or as `text`. "
+        "`auto` is `text`, except if every one of the first texts, or of the first prompts with their completions, "
+        "contains a special token, as chats do that were rendered beforehand.",
     )
     overlong: Literal["skip", "truncate", "error"] = Field(
         "skip",
-        description="What to do with a sample longer than a row, or a pair of answers, and with an audio that is too "
-        "long. Skips are counted and reported; plain text is split instead, under `pretrain` all of it.",
+        description="What happens to a sample or a pair of answers that is longer than a row, and to an audio clip "
+        "that is too long. Skipped samples are counted and reported. Plain text is split into rows instead; under "
+        "`pretrain`, every sample is.",
     )
     invalid: Literal["error", "skip"] = Field(
-        "error", description="What to do with a row of the wrong type. Skips are counted and reported."
+        "error", description="What happens to a row of the wrong type. Skipped rows are counted and reported."
     )
     max_samples: Annotated[int, Field(ge=1, le=10**12), BeforeValidator(number)] | None = Field(
         None, description="Use only the first N samples of the source."
@@ -200,9 +211,9 @@ class Reading(Section):
 
 
 class ValidationSource(Reading):
-    """Rows for evaluation that come from elsewhere, instead of samples that are held out: a source, or a section.
+    """Separate rows for evaluation, instead of held-out samples: a source, or a section.
 
-    Fields that a section leaves out are those of the source that it belongs to.
+    A field that you leave out has the value of the source that this section belongs to.
     """
 
 
@@ -216,23 +227,23 @@ _Validation = Annotated[
     BeforeValidator(_only_source, json_schema_input_type=ValidationSource | Sources | None),
 ]
 _VALIDATION = (
-    "Rows for evaluation that come from elsewhere: files or a Hub data set id, or a section with `source`, `split` and "
-    "other fields of `data` about reading. Then no samples are held out."
+    "Separate rows for evaluation: files, a Hub data set id, or a section with `source`, `split` and other fields of "
+    "`data` about reading. No samples are held out then."
 )
 
 
 class MixtureSource(Reading):
-    """One of several sources, instead of `data.source`. Fields that it leaves out are those of `data`.
+    """One of several sources, instead of `data.source`. A field that you leave out has the value of `data`.
 
     See [Mixtures](mixtures.md).
     """
 
-    source: Sources = Field(description="As `data.source`.")
+    source: Sources = Field(description="Like `data.source`.")
     weight: Annotated[float, Field(gt=0, le=1e9), BeforeValidator(number)] | None = Field(
         None,
-        description="Share of the rows of a run that come from this source, relative to the other weights. With "
-        "`packing`, rows are equally long, so it is the share of tokens, too; without, it is the share of samples. "
-        "Sources smaller than their share repeat. Without weights, an epoch has each row of every source once.",
+        description="Share of the run's rows that this source provides, relative to the other weights. With `packing`, "
+        "rows are equally long, so it is also the share of tokens; without packing, it is the share of samples. A "
+        "source smaller than its share repeats. Without weights, an epoch has each row of every source once.",
     )
     validation_fraction: Number = Field(
         0.05, ge=0.0, le=0.5, description="Share of samples held out for evaluation; by default that of `data`."
@@ -252,9 +263,9 @@ class Data(Reading):
 
     source: Sources | None = Field(
         "python-docs",
-        description="`python-docs` (built in), a Hub data set id, or files: path, folder, glob or URL of .jsonl, "
-        ".json, .parquet, .arrow, .csv or .tsv, or of text: .txt, .md, .rst; several as a list. Credentials come from "
-        "the environment.",
+        description="`python-docs` (built in), a Hub data set id, or files: a path, folder, glob or URL, or a list of "
+        "them. Rows are in .jsonl, .json, .parquet, .arrow, .csv or .tsv files, texts in .txt, .md or .rst files. "
+        "Credentials come from the environment.",
     )
     sources: Annotated[
         tuple[MixtureSource, ...],
@@ -262,39 +273,43 @@ class Data(Reading):
         Allowed("a list of sections, each with a source"),
     ] = Field(
         (),
-        description="Several sources instead of `source`, each with a weight, fields of `data` about reading, and a "
-        "validation part of its own.",
+        description="Several sources instead of `source`. Each has a weight, its own validation rows, and the fields "
+        "of `data` about reading.",
     )
     chat_template: Text | None = Field(
-        None, description="Named chat template (`chatml`, `llama3`), or a .jinja file; by default the tokenizer's own."
+        None, description="Chat template: `chatml`, `llama3`, or a .jinja file; by default the tokenizer's own."
     )
     train_on: Annotated[TrainOn | None, Allowed("'completions', 'last_turn', 'all', a list of roles, or null")] = Field(
         None,
-        description="Which tokens carry loss: `completions` (all turns of the assistant), `last_turn` (its last one), "
-        "`all` tokens, or the messages of a list of roles, such as `[assistant, tool]`. By default `all` under "
-        "`pretrain`, `completions` under `sft` and `distill`, whole answers for preferences. The assistant's messages "
-        "with `weight: 0` carry none.",
+        description="Which tokens carry loss: `completions` (all assistant turns), `last_turn` (the last assistant "
+        "turn), `all` tokens, or the messages of a list of roles, such as `[assistant, tool]`. By default `all` under "
+        "`pretrain`, `completions` under `sft` and `distill`, and whole answers for preferences. Assistant messages "
+        "with `weight: 0` carry no loss.",
     )
-    sequence_length: Integer = Field(256, ge=8, le=1 << 20, description="Tokens in a row of a batch.")
-    packing: Flag = Field(True, description="Put several samples into one row; none attends to another.")
+    sequence_length: Integer = Field(256, ge=8, le=1 << 20, description="Tokens per row.")
+    packing: Flag = Field(True, description="Put several samples into one row. They do not attend to each other.")
     validation_fraction: Number = Field(0.05, ge=0.0, le=0.5, description="Share of samples held out for evaluation.")
     validation_source: _Validation = Field(None, description=_VALIDATION)
     shuffle: Literal["global", "window"] = Field(
         "global",
-        description="Order of the rows in an epoch: a permutation of all, or shards in random order, the rows of "
-        "`shuffle_window` of them permuted together, so that only these are read at a time.",
+        description="Order of the rows in an epoch. `global`: a random permutation of all rows. `window`: shards in "
+        "random order, with the rows of `shuffle_window` shards permuted together, so that only these are read at a "
+        "time.",
     )
     shuffle_window: Count | None = Field(
-        None, description="Shards of a window, each of up to 16 million tokens; 8 by default."
+        None, description="Number of shards in a window, each of up to 16 million tokens; 8 by default."
     )
     prepared_url: ObjectStoreUrl | None = Field(
-        None, description="Object store for prepared rows (`s3://...`), read through a cache on each machine's disk."
+        None,
+        description="Object store for prepared rows, such as `s3://bucket/path`; each machine reads them through a "
+        "cache on its disk.",
     )
     cache_gib: Annotated[float, Field(gt=0, le=1e6), BeforeValidator(number)] | None = Field(
-        None, description="Disk that the cache of `prepared_url` takes at most, in GiB; 32 by default."
+        None, description="Maximum disk space of the cache of `prepared_url`, in GiB; 32 by default."
     )
     streaming: Flag = Field(
-        False, description="Begin to train while later parts are still being prepared; needs `shuffle: window`."
+        False,
+        description="Start training while later parts of the data are still being prepared; needs `shuffle: window`.",
     )
 
     @model_validator(mode="after")

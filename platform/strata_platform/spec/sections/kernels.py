@@ -23,7 +23,7 @@ Operator = Literal[
 
 
 class KernelStore(Section):
-    """A store of compiled kernels that pods share. Pods execute its contents: who can write there can act as a pod."""
+    """A store of compiled kernels that pods share. Pods execute its contents: anyone with write access can run code."""
 
     url: FolderOrUrl | None = Field(
         None,
@@ -32,13 +32,18 @@ class KernelStore(Section):
     )
     signing_key: Annotated[str, Field(pattern=r"^(env|file):.+$")] | None = Field(
         None,
-        description="Key that signs archives, 32 bytes or more: `env:NAME` or `file:PATH` in the pods. Archives "
-        "without its signature are refused.",
+        description="Key that signs archives: `env:NAME` or `file:PATH` in the pods, at least 32 bytes. Archives "
+        "without this key's signature are rejected.",
     )
-    allow_unsigned: Flag = Field(False, description="Use archives without a signature, if there is no signing key.")
-    size_limit_mb: Count = Field(10240, description="MiB; above it, the least recently used archives are removed.")
+    allow_unsigned: Flag = Field(
+        False, description="Without a signing key, use archives although they have no signature."
+    )
+    size_limit_mb: Count = Field(
+        10240, description="Maximum size in MiB. Above it, the least recently used archives are removed."
+    )
     timeout: Annotated[float, Field(gt=0), BeforeValidator(number)] = Field(
-        60.0, description="Total seconds that a pod waits for the store before it compiles."
+        60.0,
+        description="Total seconds that a pod may wait for the store. After that, it compiles the remaining kernels.",
     )
 
 
@@ -47,12 +52,13 @@ class Kernels(Section):
 
     enabled: Literal["auto"] | Flag = Field(
         "auto",
-        description="Replace the model's modules with the fused operators: `auto` where they are proven equal, with "
-        "the model's own code elsewhere; `true` refuses a model that cannot use all of them; `false` replaces nothing.",
+        description="Replace the model's modules with fused operators. `auto`: those that are proven equal; other "
+        "modules keep the model's own code. `true`: a model that cannot use all operators is rejected. `false`: no "
+        "module.",
     )
-    exclude: tuple[Operator, ...] = Field((), description="Operators not to replace.")
-    warmup: Flag = Field(True, description="Compile the run's kernels once per pod before its processes start.")
+    exclude: tuple[Operator, ...] = Field((), description="Operators that do not replace the model's modules.")
+    warmup: Flag = Field(True, description="Compile the run's kernels once per pod, before its processes start.")
     warmup_timeout: Count = Field(
-        600, description="Seconds after which training starts without the rest of the warm-up."
+        600, description="Maximum seconds of the warm-up. After that, training starts without the remaining kernels."
     )
     store: KernelStore = Field(default_factory=KernelStore, description="Store of compiled kernels that pods share.")

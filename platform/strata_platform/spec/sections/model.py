@@ -1,4 +1,4 @@
-"""The sections `model` and `adapter`: the model to train, and which of its weights."""
+"""The sections `model` and `adapter`: the model, and which of its weights are trained."""
 
 from __future__ import annotations
 
@@ -24,43 +24,47 @@ CodeVersion = Annotated[
 class Model(Section):
     """The model to train and where it comes from."""
 
-    name: Text = Field("tiny-llama", description="Preset (`tiny-llama`, from scratch), Hub id, or folder.")
+    name: Text = Field(
+        "tiny-llama", description="A preset (`tiny-llama`, trained from scratch), a Hub id, or a folder."
+    )
     revision: Text | None = Field(
         None, description="Commit, tag or branch of a Hub model. Pin it for reproducible runs."
     )
     trust_remote_code: Flag | CodeVersion = Field(
         False,
-        description="Code that the model brings, to be run: the full commit of a Hub model, also in `revision`; for a "
-        "folder `true`, or `sha256:` and the digest of its Python files, which an error shows.",
+        description="Run the Python code that comes with the model. For a Hub model: the full commit, which must also "
+        "be in `revision`. For a folder: `true`, or `sha256:` and the digest of its Python files, which an error "
+        "shows.",
     )
     tokenizer: Text | None = Field(
         None,
-        description="Hub id or folder of the tokenizer; by default the model's. A preset trains one on the data.",
+        description="Hub id or folder of the tokenizer; by default the model's. For a preset, one is trained on the "
+        "data.",
     )
     add_special_tokens: tuple[Text, ...] = Field(
         (),
-        description="Special tokens to add to the tokenizer. Embeddings and head grow with it; their new rows begin at "
-        "the mean of the others, as in transformers.",
+        description="Special tokens to add to the tokenizer. Embeddings and head get a row for each, initialized to "
+        "the mean of the other rows, as in transformers.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="Data type of weights and arithmetic. `auto` is bfloat16 on a GPU that supports it, float32 "
+        description="Data type of weights and arithmetic. `auto` is bfloat16 on a GPU that supports it, and float32 "
         "elsewhere.",
     )
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = Field(
         "auto",
-        description="Attention implementation, by its transformers name; `auto` is `sdpa` where the model supports it, "
-        "and `eager` elsewhere. On packed rows `sdpa` uses varlen attention if it can, with FlashAttention 4 on Hopper "
-        "GPUs if `flash-attn-4` is installed. FlashAttention 2 and 3 are used only if you name them. Models with "
-        "attention sinks, such as gpt-oss, support `eager` and, with `auto`, varlen attention.",
+        description="Attention implementation, by its transformers name. `auto` is `sdpa` where the model supports it, "
+        "and `eager` elsewhere. On packed rows, `sdpa` uses varlen attention if possible, with FlashAttention 4 on "
+        "Hopper GPUs if `flash-attn-4` is installed. FlashAttention 2 and 3 are used only if you name them. Models "
+        "with attention sinks, such as gpt-oss, support `eager` and, with `auto`, varlen attention.",
     )
     freeze: tuple[Text, ...] = Field(
         (),
-        description="Weights to freeze, by parts of their dotted names; `*` and `[0-9]` match characters of one part: "
-        "`embed_tokens`, `layers.[0-3]`, `*norm`. A pattern that matches nothing is an error.",
+        description="Weights to freeze, by parts of their dotted names, such as `embed_tokens`, `layers.[0-3]` or "
+        "`*norm`; `*` and `[0-9]` match characters within a part. A pattern without a match is an error.",
     )
     trainable: tuple[Text, ...] = Field(
-        (), description="The reverse of `freeze`: only weights that match are trained; empty: all."
+        (), description="Weights to train, by the patterns of `freeze`; all others are frozen. Empty: all are trained."
     )
 
     _head: Head = PrivateAttr("tokens")
@@ -84,59 +88,64 @@ class NoAdapter(Section):
 
 
 class Lora(Section):
-    """LoRA, with PEFT's field names: two small matrices beside each linear layer are trained, everything else is
-    frozen.
+    """LoRA, with PEFT's field names: trains two small matrices beside each linear layer and freezes all other weights.
 
-    The adapter has the model's dtype. Checkpoints hold only the adapter; the exported model has it merged.
+    The adapter has the model's dtype. Checkpoints contain only the adapter; the exported model has it merged.
     """
 
     type: Literal["lora"] = Field("lora", description="Low-rank matrices are trained.")
-    r: Integer = Field(16, ge=1, le=16384, description="Rank of the matrices.")
+    r: Integer = Field(16, ge=1, le=16384, description="Rank of the adapter's matrices.")
     lora_alpha: Number = Field(32, gt=0, le=1e6, description="The adapter's output is scaled by `lora_alpha / r`.")
     lora_dropout: Number = Field(
         0.0,
         ge=0,
         lt=1,
         description="Dropout probability of the adapter's inputs in training. Objectives that compare answers, such as "
-        "`dpo` and `reward`, train without any dropout.",
+        "`dpo` and `reward`, train without dropout.",
     )
     target_modules: tuple[Text, ...] = Field(
         (),
-        description="Linear layers, and the embeddings, to adapt, by the ends of their names; empty: all linear layers "
-        "but the head.",
+        description="Linear layers and embeddings that get an adapter, by the ends of their names. Empty: all linear "
+        "layers except the head; of a vision-language model, those of the language model.",
     )
     init_lora_weights: Literal["default", "pissa", "pissa_niter_4", "pissa_niter_16"] = Field(
         "default",
-        description="How the matrices begin: `default` has no effect at first; `pissa` is the principal part of each "
-        "weight, which is taken out of it; `pissa_niter_4` and `_16` compute that part roughly, in seconds.",
+        description="Initial matrices. `default`: the adapter has no effect at first. `pissa`: the principal part of "
+        "each weight, which is subtracted from the weight; `pissa_niter_4` and `pissa_niter_16` compute it "
+        "approximately, in seconds.",
     )
     target_parameters: tuple[Text, ...] = Field(
         (),
-        description="Weights of experts to adapt, by the ends of their names, such as `gate_up_proj` and `down_proj`; "
-        "empty: none. They are not linear layers, so `target_modules` does not reach them.",
+        description="Expert weights that get an adapter, by the ends of their names, such as `gate_up_proj` and "
+        "`down_proj`. Empty: none, because `target_modules` selects only linear layers, and expert weights are not in "
+        "linear layers.",
     )
-    use_dora: Flag = Field(False, description="DoRA: train the norm of each weight vector apart from its direction.")
+    use_dora: Flag = Field(
+        False, description="DoRA: train the norm of each weight vector separately from its direction."
+    )
     modules_to_save: tuple[Text, ...] = Field(
         (),
-        description="Modules to train whole beside the adapter, by the ends of their names, such as `embed_tokens` and "
-        "`lm_head`.",
+        description="Modules that are trained in full beside the adapter, by the ends of their names, such as "
+        "`embed_tokens` and `lm_head`.",
     )
     init_from: Text | None = Field(
         None,
-        description="Folder or Hub id of an adapter to start from, as PEFT saves it. Its settings must be those of "
-        "this section.",
+        description="Folder or Hub id of an adapter in PEFT's format to start from. Its settings must equal this "
+        "section's.",
     )
     loraplus_lr_ratio: Annotated[float, Field(gt=0, le=1e4), BeforeValidator(number)] | None = Field(
         None,
-        description="LoRA+: learning rate of the second matrix (B) as a multiple of that of the first; its authors "
+        description="LoRA+: learning rate of the second matrix (B) as a multiple of the first one's (A); its authors "
         "recommend 16.",
     )
     quantization: Literal["none", "nf4"] = Field(
         "none",
-        description="Quantize the frozen weights of linear layers, and of experts that the kernels compute, to four "
-        "bits (QLoRA) with bitsandbytes; needs the extra `bitsandbytes`.",
+        description="Quantize frozen weights to four bits with bitsandbytes (QLoRA): those of linear layers, and of "
+        "experts that run the fused operator. Needs the extra `bitsandbytes`.",
     )
-    use_rslora: Flag = Field(False, description="Scale by `lora_alpha / sqrt(r)` instead, for high ranks.")
+    use_rslora: Flag = Field(
+        False, description="Scale the adapter's output by `lora_alpha / sqrt(r)` instead, for high ranks."
+    )
 
     @property
     def starts_from_base(self) -> bool:

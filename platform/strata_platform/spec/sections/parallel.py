@@ -50,13 +50,13 @@ class Fsdp(Section):
     type: Literal["fsdp"] = Field("fsdp", description="One shard of the model per process.")
     reshard_after_forward: Flag = Field(
         True,
-        description="Free a layer's gathered weights after its forward pass and gather them again for its backward "
-        "pass: less memory, 50 % more traffic.",
+        description="Free a layer's gathered weights after its forward pass, and gather them again for its backward "
+        "pass. This saves memory and adds 50 % traffic.",
     )
     compute_dtype: Literal["model", "bfloat16"] = Field(
         "model",
-        description="Data type that layers are gathered and computed in. `bfloat16` with model.dtype `float32` keeps "
-        "fp32 weights for the optimizer.",
+        description="Data type in which weights are gathered and layers compute. `bfloat16` with model.dtype `float32` "
+        "keeps fp32 weights for the optimizer.",
     )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Data type in which gradients are reduced across ranks."
@@ -66,29 +66,29 @@ class Fsdp(Section):
     )
     replicas: Count = Field(
         1,
-        description="Replicas of the model (HSDP), each sharded over processes with adjacent ranks. With one replica "
-        "per pod, weights are gathered within a pod and only gradients travel between pods.",
+        description="Number of replicas of the model (HSDP), each sharded over processes with adjacent ranks. With one "
+        "replica per pod, weights are gathered within a pod, and only gradients are sent between pods.",
     )
     tensor_parallel: Count = Field(
         1,
-        description="Tensor-parallel size: adjacent ranks that share the matrices of each layer and compute the same "
+        description="Tensor-parallel size: adjacent ranks that shard the matrices of each layer and compute the same "
         "rows. Keep a group within one pod.",
     )
     context_parallel: Count = Field(
         1,
-        description="Context-parallel size: processes, or tensor-parallel groups, that share each row, for sequences "
-        "too long for one.",
+        description="Context-parallel size: processes, or tensor-parallel groups, that shard each row, for sequences "
+        "too long for one process.",
     )
     expert_parallel: Count = Field(
         1,
-        description="Expert-parallel size: adjacent ranks that share the experts of each layer of a mixture and "
-        "exchange tokens instead of gathering the weights of all experts. Keep a group within one pod.",
+        description="Expert-parallel size: adjacent ranks that shard the experts of each mixture-of-experts layer and "
+        "exchange tokens, instead of gathering all experts' weights. Keep a group within one pod.",
     )
     context_parallel_method: Literal["auto", "all_gather", "ulysses"] = Field(
         "auto",
-        description="How attention sees whole rows under context parallelism: `all_gather` gathers keys and values; "
-        "`ulysses` exchanges slices of rows for heads, and each rank attends with its share of the heads; `auto` "
-        "takes the one that sends fewer bytes.",
+        description="How attention sees whole rows under context parallelism. `all_gather` gathers keys and values. "
+        "`ulysses` exchanges parts of rows for heads, and each rank computes attention for its heads. `auto` chooses "
+        "the method that sends fewer bytes.",
     )
 
 
@@ -100,11 +100,14 @@ class Deepspeed(_DataParallel):
         2,
         ge=1,
         le=3,
-        description="What is sharded: optimizer state (1), also gradients (2), also weights (3).",
+        description="ZeRO stage. 1 shards the optimizer state, 2 also gradients, 3 also weights.",
     )
     offload_optimizer: Literal["none", "cpu"] = Field(
-        "none", description="Where optimizer state is kept and steps run: on the device, or in host memory."
+        "none",
+        description="Where the optimizer state is kept and the optimizer runs: on the device (`none`), or in host "
+        "memory (`cpu`).",
     )
     offload_param: Literal["none", "cpu"] = Field(
-        "none", description="Where stage 3 keeps the sharded weights: on the device, or in host memory."
+        "none",
+        description="Where stage 3 keeps the sharded weights: on the device (`none`), or in host memory (`cpu`).",
     )
