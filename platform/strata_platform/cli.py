@@ -1,7 +1,7 @@
 """The command line: `strata`.
 
-Results go to stdout, problems to stderr. Exit codes: 0 success, 1 a negative answer (does not fit, did not succeed, has
-a problem), 2 wrong input.
+Results go to stdout, problems to stderr. Exit codes: 0 success; 1 a negative answer, such as a run that does
+not fit or did not succeed, or a failed check; 2 wrong input; 130 after Ctrl-C while a run continues.
 """
 
 from __future__ import annotations
@@ -58,22 +58,25 @@ def _strata(
 def spec(
     file: Annotated[
         Path | None,
-        typer.Argument(help="YAML or JSON file, - for standard input; without one, the spec with all its defaults."),
+        typer.Argument(
+            help="YAML or JSON file of a spec, - for standard input. Without a file, the default spec is printed."
+        ),
     ] = None,
     overrides: commands.Overrides = None,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of specs, and read no spec.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of specs instead.")] = False,
     checks: Annotated[
-        bool, typer.Option("--checks", help="Print the checks that run before training, and read no spec.")
+        bool, typer.Option("--checks", help="Print the checks that run before training instead.")
     ] = False,
     format: Annotated[Literal["yaml", "json"], typer.Option(help="Output format.")] = "yaml",
     backend: Annotated[
         BackendName,
         typer.Option(
-            envvar="STRATA_BACKEND", help="On a cluster: files that this machine lacks are warnings, not problems."
+            envvar="STRATA_BACKEND",
+            help="Where the run will be submitted. For a cluster, files missing on this machine are only warnings.",
         ),
     ] = "local",
 ) -> None:
-    """Check a spec and that the files it names exist, and print it with every default."""
+    """Check a spec and the files that it names, and print it with all defaults."""
     from strata_platform.spec import dump_spec
     from strata_platform.spec.schema import json_schema
 
@@ -133,14 +136,16 @@ def estimate_(
         typer.Option(help=f"GPU model: {', '.join(GPUS)}; by default resources.gpu_type, or h200."),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="The model's config.json, if model.name is not a known model.")
+        Path | None, typer.Option(help="The model's config.json; needed if model.name is not a known model.")
     ] = None,
     tokens: Annotated[
         float | None,
-        typer.Option(callback=commands.finite, help="Tokens of the whole run; by default those of training.steps."),
+        typer.Option(
+            callback=commands.finite, help="Tokens of the whole run; by default computed from training.steps, if set."
+        ),
     ] = None,
     price: Annotated[
-        float | None, typer.Option(callback=commands.finite, help="Price of one GPU for an hour, in any currency.")
+        float | None, typer.Option(callback=commands.finite, help="Price of one GPU hour, in any currency.")
     ] = None,
     prices: Annotated[
         Path | None, typer.Option(envvar="STRATA_PRICES", help="File with a table of prices; see docs/estimate.md.")
@@ -148,14 +153,18 @@ def estimate_(
     gpus: Annotated[int, typer.Option(min=1, help="Maximum number of GPUs of the proposed layout.")] = 64,
     format: Annotated[Literal["text", "json"], typer.Option(help="Output format.")] = "text",
     backend: Annotated[
-        BackendName, typer.Option(envvar="STRATA_BACKEND", help="On a cluster: use its prices and queues.")
+        BackendName,
+        typer.Option(
+            envvar="STRATA_BACKEND",
+            help="Where the run will be submitted. For a cluster, its prices and queues are used.",
+        ),
     ] = "local",
 ) -> None:
     """Estimate memory, time and cost of a run, and propose the cheapest layout that fits.
 
-    For a run that does not fit, it prints changes that save memory, and what each costs. A spec with
-    resources.gpu 0 is estimated on CPUs, unless you name a GPU model. Exit code 1 if the run does not fit, or if no
-    queue of the cluster can ever admit it.
+    If the run does not fit, the command prints changes that save memory, and the cost of each. A spec with
+    resources.gpu 0 is estimated on CPUs, unless you set --gpu. Exit code 1 if the run does not fit, or if no queue of
+    the cluster can ever admit it.
     """
     from strata_platform.estimate import Price, cheapest, estimate, render, shape_of
     from strata_platform.estimate.host_estimate import estimate_on_host
@@ -193,20 +202,22 @@ def estimate_(
 
 @app.command()
 def costs(
-    days: Annotated[int, typer.Option(min=1, help="Count the runs submitted in this many days.")] = 30,
+    days: Annotated[
+        int, typer.Option(min=1, help="Number of days back: runs that were submitted earlier are not counted.")
+    ] = 30,
     prices: Annotated[
         Path | None, typer.Option(envvar="STRATA_PRICES", help="File with a table of prices; see docs/estimate.md.")
     ] = None,
     project: Annotated[list[str] | None, typer.Option(help="Project of a cluster; may be given several times.")] = None,
     format: Annotated[Literal["text", "json"], typer.Option(help="Output format.")] = "text",
     backend: Annotated[
-        BackendName, typer.Option(envvar="STRATA_BACKEND", help="This machine, or a cluster.")
+        BackendName, typer.Option(envvar="STRATA_BACKEND", help="Where the runs are: this machine, or a cluster.")
     ] = "local",
 ) -> None:
-    """Show the GPU hours and the cost of each person's runs, with failed and running attempts.
+    """Show the GPU hours and the cost of each person's runs, failed and running attempts included.
 
-    An attempt counts for as long as it held its GPUs. On a cluster each project has its own lines; the default project
-    is that of STRATA_PROJECT.
+    The hours of an attempt are the time in which it held its GPUs. On a cluster, each project has its own lines; the
+    default project is STRATA_PROJECT.
     """
     from strata_platform.costs import CPU, used_by_owner
 
@@ -241,7 +252,7 @@ def doctor(
     ] = "laptop",
     backend: Annotated[
         BackendName,
-        typer.Option(envvar="STRATA_BACKEND", help="Where you submit runs; kubernetes leaves out the checks of Flyte."),
+        typer.Option(envvar="STRATA_BACKEND", help="Where you submit runs. With kubernetes, Flyte is not checked."),
     ] = "flyte",
     format: Annotated[Literal["text", "json"], typer.Option(help="Output format.")] = "text",
 ) -> None:

@@ -1,4 +1,4 @@
-"""The commands of `strata` that submit and follow runs: the client's verbs for a terminal."""
+"""The commands of `strata` that submit and follow runs, as the methods of `Client` do."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ Overrides = Annotated[
 _Name = Annotated[str, typer.Argument(help="Name of a run, or the path of a local run's folder.")]
 _Backend = Annotated[
     BackendName,
-    typer.Option(envvar="STRATA_BACKEND", help="This machine, or a cluster: with Flyte, or Kubernetes alone."),
+    typer.Option(
+        envvar="STRATA_BACKEND", help="Where runs are: this machine, or a cluster with Flyte, or with Kubernetes alone."
+    ),
 ]
 _Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue with new output until the run ends.")]
 _Poll = Annotated[float, typer.Option(min=0.01, callback=finite, help="Seconds between two queries.")]
@@ -68,17 +70,19 @@ def submit(
     image: Annotated[
         str | None,
         typer.Option(
-            help="On a cluster: the image to run. With Flyte, it runs this folder's workflow, registered if it changed."
+            help="On a cluster: image of the run. With Flyte, it runs this folder's workflow, registered if it changed."
         ),
     ] = None,
     version: Annotated[
         str | None,
-        typer.Option(help="With Flyte: the registered version to run; without it or --image, the active release."),
+        typer.Option(
+            help="With Flyte: registered version to run; by default the active release, unless you set --image."
+        ),
     ] = None,
     backend: _Backend = "local",
     poll: _Poll = 1.0,
 ) -> None:
-    """Start a run, or continue one that was stopped. The run outlives this command."""
+    """Start a run, or continue one that was stopped. The run continues after this command ends."""
     if image is not None and version is not None:
         raise typer.BadParameter("--image registers a version of its own; leave --version out")
     from strata_platform.spec.local_files import missing_local_files
@@ -184,9 +188,10 @@ def logs(
     backend: _Backend = "local",
     poll: _Poll = 0.5,
 ) -> None:
-    """Print the log of a run, including pods that no longer exist. With --follow, exit code 1 if it does not succeed.
+    """Print the log of a run, including pods that no longer exist.
 
-    Instead of a name, give the path or URL of a run's folder on a cluster to read the logs that are stored there.
+    With --follow, exit code 1 if the run does not succeed. Instead of a name, give the path or URL of a run's folder on
+    a cluster to read the logs that are stored there.
     """
     with errors():
         client = connect(backend, poll=poll)
@@ -204,7 +209,7 @@ def metrics(
     backend: _Backend = "local",
     poll: _Poll = 0.5,
 ) -> None:
-    """Print the steps of a run; as JSON, one object per line."""
+    """Print the metrics of each step of a run; as JSON, one object per line."""
     with errors(), _interruptible(name):
         for point in connect(backend, poll=poll).metrics(name, follow=follow):
             if format == "json":
@@ -238,7 +243,7 @@ def cancel(name: _Name, backend: _Backend = "local") -> None:
 @app.command()
 def outputs(
     name: _Name,
-    to: Annotated[Path | None, typer.Option(help="Copy them into this folder.")] = None,
+    to: Annotated[Path | None, typer.Option(help="Copy the outputs into this folder.")] = None,
     format: _Format = "text",
     backend: _Backend = "local",
 ) -> None:
