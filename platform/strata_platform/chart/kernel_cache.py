@@ -14,17 +14,19 @@ Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9._/-]+$")]
 
 
 class Bake(Values):
-    """A Job per tenant that compiles kernels of models that the image does not contain. It needs no GPU."""
+    """A Job per tenant that compiles the kernels of models that are not in the image. It needs no GPU."""
 
-    claim: OptionalDnsName = Field("", description="The tenant's claim that stores them; all of its pods mount it.")
+    claim: OptionalDnsName = Field(
+        "", description="Claim in the tenant's namespace that stores the kernels; all pods of the tenant mount it."
+    )
     path: Path = Field("/var/lib/strata/kernels", description="Mount path of the claim.")
     models: tuple[Word, ...] = Field(
         (),
         description="All models that the tenants train: presets, or paths of a config.json in the image or on the "
-        "claim. Pods use these kernels instead of the image's; empty bakes none.",
+        "claim. Pods use these kernels instead of the image's. Empty: nothing is compiled.",
     )
     archs: Annotated[tuple[Word, ...], Field(min_length=1)] = Field(
-        ("sm_90",), description="Architectures: sm_90 is H100 and H200, sm_100 B200."
+        ("sm_90",), description="GPU architectures: sm_90 is H100 and H200, sm_100 is B200."
     )
     resources: Quantities = Field({"cpu": "8", "memory": "16Gi"}, description="Requests and limits of the Job.")
 
@@ -33,23 +35,23 @@ class Prepull(Values):
     """A DaemonSet that pulls the image, with its baked kernels, to every training node."""
 
     enabled: bool = Field(False, description="Create the DaemonSet.")
-    node_selector: Labels = Field({}, description="Labels of the nodes; empty for all.")
+    node_selector: Labels = Field({}, description="Labels of the nodes; empty: all nodes.")
     tolerations: tuple[Toleration, ...] = Field(
-        (Toleration(key="nvidia.com/gpu"),), description="Taints of those nodes."
+        (Toleration(key="nvidia.com/gpu"),), description="Tolerations of the DaemonSet's pods."
     )
     resources: Quantities = Field({"cpu": "1m", "memory": "16Mi"}, description="Requests and limits of each pod.")
 
 
 class Store(Values):
-    """Compiled kernels that pods share, for runs whose spec names no `kernels.store`. Pods execute them: sign them."""
+    """Compiled kernels that pods share, unless a spec sets `kernels.store`. Sign them, because pods execute them."""
 
     url: FolderOrUrl = Field(
-        "", description="Folder that all pods mount, or an object store such as `s3://bucket/path`; empty for none."
+        "", description="Folder that all pods mount, or an object store such as `s3://bucket/path`; empty: no store."
     )
     secret: OptionalDnsName = Field(
         "",
-        description="Secret of each tenant with the key `KERNEL_STORE_KEY`, 32 bytes or more, which signs the "
-        "archives. Pods also start without the secret, and then do not use the store.",
+        description="Secret in each tenant's namespace with the key `KERNEL_STORE_KEY`, at least 32 bytes, which signs "
+        "the archives. Without the Secret, pods start and do not use the store.",
     )
 
 
@@ -57,5 +59,5 @@ class Kernels(Values):
     """Fast pod starts: compiled kernels and pulled images."""
 
     store: Store = Field(Store(), description="Compiled kernels that pods share.")
-    bake: Bake = Field(Bake(), description="Kernels of models that the image does not contain.")
+    bake: Bake = Field(Bake(), description="Kernels of models that are not in the image.")
     prepull: Prepull = Field(Prepull(), description="Pull the image to every node before a run needs it.")

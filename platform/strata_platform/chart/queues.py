@@ -30,7 +30,7 @@ class Topology(Values):
 
     name: DnsName = Field(description="Name.")
     levels: Annotated[tuple[LabelKey, ...], Field(min_length=1, max_length=16)] = Field(
-        description="Labels of nodes, the widest first, such as block, rack, kubernetes.io/hostname."
+        description="Node labels, the widest level first, such as block, rack, kubernetes.io/hostname."
     )
 
 
@@ -46,10 +46,14 @@ class Flavor(Values):
     """A kind of node."""
 
     name: DnsName = Field(description="Name.")
-    node_labels: Labels = Field({}, description="Labels of its nodes; admitted pods are scheduled to those.")
-    node_taints: tuple[Taint, ...] = Field((), description="Taints of its nodes; runs must tolerate them.")
+    node_labels: Labels = Field(
+        {}, description="Labels of its nodes. Admitted pods are scheduled to nodes with these labels."
+    )
+    node_taints: tuple[Taint, ...] = Field((), description="Taints of its nodes. Runs must tolerate them.")
     tolerations: tuple[Toleration, ...] = Field((), description="Tolerations added to admitted pods.")
-    topology: OptionalDnsName = Field("", description="Name of a topology, whose labels the nodes carry.")
+    topology: OptionalDnsName = Field(
+        "", description="Name of an entry of `queues.topologies` whose labels the nodes have."
+    )
 
 
 class QuotaOf(Values):
@@ -65,74 +69,82 @@ class FlavorQuota(Values):
 
     flavor: DnsName = Field(description="Name of a flavor.")
     resources: Annotated[dict[ResourceName, QuotaOf], Field(min_length=1)] = Field(
-        description="Quota of each resource: `cpu`, `memory`, `pods`, devices with their domain such as "
-        "`nvidia.com/gpu`; all flavors of a queue name the same ones."
+        description="Quota of each resource: `cpu`, `memory`, `pods`, and devices such as `nvidia.com/gpu`. All "
+        "flavors of a queue name the same resources."
     )
 
 
 class Preemption(Values):
-    """Whose runs are suspended so that another can start. They resume from their checkpoints."""
+    """Which runs are suspended so that another run can start. They resume from their checkpoints."""
 
     within_cluster_queue: Literal["Never", "LowerPriority", "LowerOrNewerEqualPriority"] = Field(
-        "LowerPriority", description="Runs of the same queue."
+        "LowerPriority", description="Which runs of the same queue."
     )
     reclaim_within_cohort: Literal["Never", "LowerPriority", "Any"] = Field(
-        "Any", description="Runs of other queues that borrow this queue's quota."
+        "Any", description="Which runs of other queues that borrow this queue's quota."
     )
     borrow_within_cohort: Literal["Never", "LowerPriority"] = Field(
-        "Never", description="Runs of other queues, so that this queue can borrow more."
+        "Never", description="Which runs of other queues, so that this queue can borrow more."
     )
 
 
 class FlavorFungibility(Values):
-    """Whether a run tries the next flavor of its queue before it takes something from others in this one."""
+    """Whether a run tries the next flavor of its queue before it borrows or preempts in this one."""
 
     when_can_borrow: Literal["MayStopSearch", "TryNextFlavor"] = Field(
-        "MayStopSearch", description="If it would have to borrow."
+        "MayStopSearch", description="What a run does that would have to borrow quota in this flavor."
     )
     when_can_preempt: Literal["MayStopSearch", "TryNextFlavor"] = Field(
-        "TryNextFlavor", description="If it would have to preempt."
+        "TryNextFlavor", description="What a run does that would have to preempt others in this flavor."
     )
 
 
 class QueueCheck(Values):
-    """What a run of the queue has to pass after it has quota, and before it starts."""
+    """A condition that a run must meet after it has quota and before it starts."""
 
     name: DnsLabel = Field(description="Name of an entry of `queues.provisioning` or `queues.multiKueue`.")
-    flavors: tuple[DnsName, ...] = Field((), description="Flavors that it is for; empty for all of the queue.")
+    flavors: tuple[DnsName, ...] = Field(
+        (), description="Flavors that the check applies to; empty: all flavors of the queue."
+    )
 
 
 class ClusterQueue(Values):
     """A ClusterQueue: a share of the cluster."""
 
     name: DnsName = Field(description="Name.")
-    cohort: OptionalDnsName = Field("", description="Queues of one cohort lend each other unused quota.")
+    cohort: OptionalDnsName = Field("", description="Cohort. Queues of one cohort lend each other unused quota.")
     weight: OptionalQuantity = Field(
-        "", description="Share of what the cohort lends, if Kueue's configuration has `fairSharing`; empty: 1."
+        "",
+        description="Weight of the queue's share of the cohort's unused quota, if Kueue's configuration has "
+        "`fairSharing`; empty: 1.",
     )
     strategy: Literal["BestEffortFIFO", "StrictFIFO"] = Field(
         "BestEffortFIFO", description="Whether smaller runs may overtake a waiting one."
     )
     quotas: Annotated[tuple[FlavorQuota, ...], Field(min_length=1)] = Field(
-        description="Flavors, in the order in which Kueue tries them."
+        description="Quotas by flavor, in the order in which Kueue tries the flavors."
     )
-    preemption: Preemption = Field(Preemption(), description="Whose runs are preempted.")
+    preemption: Preemption = Field(Preemption(), description="Which runs may be preempted.")
     flavor_fungibility: FlavorFungibility = Field(
         FlavorFungibility(), description="When a run tries the next flavor, such as one of preemptible nodes."
     )
-    admission_checks: tuple[QueueCheck, ...] = Field((), description="Further conditions of an admission.")
+    admission_checks: tuple[QueueCheck, ...] = Field((), description="Further conditions for an admission.")
 
 
 class Cohort(Values):
-    """A cohort below another one, or with a weight. Others need no entry."""
+    """A cohort with a parent or a weight. Other cohorts need no entry."""
 
     name: DnsName = Field(description="Name, as in `clusterQueues`.")
-    parent: OptionalDnsName = Field("", description="Cohort whose queues also lend to this one's, and borrow.")
-    weight: OptionalQuantity = Field("", description="As that of a ClusterQueue, among the children of one parent.")
+    parent: OptionalDnsName = Field(
+        "", description="Parent cohort, with whose queues this cohort's queues also share unused quota."
+    )
+    weight: OptionalQuantity = Field(
+        "", description="Like a ClusterQueue's `weight`, among the children of one parent."
+    )
 
 
 class Provisioning(Values):
-    """An admission check that has the cluster autoscaler make nodes for the whole run before its pods start."""
+    """An admission check that requests nodes for the whole run from the cluster autoscaler before its pods start."""
 
     name: DnsLabel = Field(description="Name.")
     class_name: DnsName = Field(
@@ -142,9 +154,13 @@ class Provisioning(Values):
         {}, description="Parameters of the class."
     )
     managed_resources: tuple[ResourceName, ...] = Field(
-        (), description="Only runs that request one of these are checked, such as `nvidia.com/gpu`; empty: all."
+        (),
+        description="Resources such as `nvidia.com/gpu`: only runs that request one of them are checked. Empty: all "
+        "runs.",
     )
-    retries: Annotated[int, Field(ge=0)] = Field(3, description="Requests after a failed one, ever more rarely.")
+    retries: Annotated[int, Field(ge=0)] = Field(
+        3, description="Maximum number of requests after a failed one, with growing intervals."
+    )
 
 
 class WorkerCluster(Values):
@@ -159,7 +175,7 @@ class MultiKueue(Values):
 
     name: DnsLabel = Field(description="Name.")
     clusters: Annotated[tuple[WorkerCluster, ...], Field(min_length=1, max_length=20)] = Field(
-        description="Clusters; the first that admits the run has it."
+        description="Clusters. The first one that admits the run runs it."
     )
 
 
@@ -167,8 +183,10 @@ class Priority(Values):
     """A priority class, named by a run's `resources.priority`."""
 
     name: DnsName = Field(description="Name.")
-    value: Annotated[int, Field(ge=-(2**31), lt=2**31)] = Field(description="Higher goes first.")
-    description: str = Field("", description="What it is for.")
+    value: Annotated[int, Field(ge=-(2**31), lt=2**31)] = Field(
+        description="Priority; a run with a higher value starts first."
+    )
+    description: str = Field("", description="Purpose of the class.")
 
 
 class Kueue(Values):
@@ -184,27 +202,29 @@ class Kueue(Values):
 
 
 class QueueTimeout(Values):
-    """A CronJob that ends runs which wait and can never be admitted, such as after a quota became smaller."""
+    """A CronJob that ends waiting runs that can never be admitted, for example after a quota became smaller."""
 
-    after: OptionalDuration = Field("", description="Time that such a run may wait; empty: for ever.")
+    after: OptionalDuration = Field(
+        "", description="Maximum time that such a run may wait, such as `1h`; empty: no limit."
+    )
     flyte: OptionalAddress = Field(
         "", description="`host:port` of Flyte's gRPC service in the cluster, without TLS; empty without Flyte."
     )
     secret: OptionalDnsName = Field(
         "",
-        description="Secret of the release's namespace with the keys `client_id` and `client_secret`, if Flyte has "
+        description="Secret in the release's namespace with the keys `client_id` and `client_secret`, if Flyte has "
         "authentication.",
     )
 
 
 class Queues(Values):
-    """Kueue's cluster-wide objects, and which pods must queue."""
+    """Kueue's cluster-wide objects, and which pods must be in a queue."""
 
     enabled: bool = Field(True, description="Create the objects of this section.")
     required: bool = Field(
         True,
-        description="Reject training jobs, pods with accelerators or device claims, and large pods, that name none of "
-        "their tenant's queues.",
+        description="Reject training jobs, pods with accelerators or device claims, and large pods, unless they name a "
+        "queue of their tenant.",
     )
     gpu_resources: tuple[ResourcePattern, ...] = Field(
         (
@@ -217,19 +237,21 @@ class Queues(Values):
             "aws.amazon.com/neuron*",
             "deviceclass.resource.kubernetes.io/*",
         ),
-        description="Resources that only queued pods may request; `*` at the end stands for any rest.",
+        description="Resources that only pods in a queue may request; `*` at the end matches any rest.",
     )
     unqueued_limits: Quantities = Field(
         {"cpu": "16", "memory": "64Gi"},
-        description="Maximum of a pod without a queue, all of its containers together; more needs one. Strata's "
-        f"tasks have {TASK_LIMITS['cpu']} CPUs and {TASK_LIMITS['memory']}.",
+        description="Maximum limits of a pod without a queue, summed over its containers. Strata's own tasks have up "
+        f"to {TASK_LIMITS['cpu']} CPUs and {TASK_LIMITS['memory']}.",
     )
-    timeout: QueueTimeout = Field(QueueTimeout(), description="End runs that wait without prospect.")
-    topologies: tuple[Topology, ...] = Field((), description="Topologies of nodes.")
+    timeout: QueueTimeout = Field(QueueTimeout(), description="End waiting runs that can never be admitted.")
+    topologies: tuple[Topology, ...] = Field((), description="Network topologies of nodes.")
     flavors: tuple[Flavor, ...] = Field((), description="Kinds of nodes.")
     cluster_queues: tuple[ClusterQueue, ...] = Field((), description="Shares of the cluster.")
-    cohorts: tuple[Cohort, ...] = Field((), description="Trees and weights of cohorts.")
-    provisioning: tuple[Provisioning, ...] = Field((), description="Admission checks that ask an autoscaler for nodes.")
+    cohorts: tuple[Cohort, ...] = Field((), description="Cohorts that have a parent or a weight.")
+    provisioning: tuple[Provisioning, ...] = Field(
+        (), description="Admission checks that request nodes from an autoscaler."
+    )
     multi_kueue: tuple[MultiKueue, ...] = Field((), description="Admission checks that send runs to other clusters.")
     priorities: tuple[Priority, ...] = Field((), description="Priority classes.")
     kueue: Kueue = Field(Kueue(), description="Namespace and configuration of Kueue.")

@@ -36,15 +36,15 @@ class Member(Values):
 class ServiceAccount(Values):
     """The identity of a run's pods, without rights in the cluster and without a token."""
 
-    name: DnsName = Field("strata", description="Name; select it in Flyte where Flyte chooses one.")
+    name: DnsName = Field("strata", description="Name. Select this account in Flyte if you choose one for a run.")
     annotations: Annotations = Field({}, description="Annotations, such as those that bind a cloud identity.")
 
 
 class TenantQueue(Values):
     """A Kueue LocalQueue, named by a run's `resources.queue`."""
 
-    name: DnsLabel = Field(description="Name; runs that name no queue go to `default`, if it exists.")
-    cluster_queue: DnsName = Field(description="ClusterQueue whose quota it uses.")
+    name: DnsLabel = Field(description="Name. A run without a queue goes to the queue `default`, if the tenant has it.")
+    cluster_queue: DnsName = Field(description="ClusterQueue whose quota its runs use.")
 
 
 class Limits(Values):
@@ -56,15 +56,15 @@ class Limits(Values):
     )
     max: Quantities = Field(
         {},
-        description="Maximum limits of a container. Tasks that prepare data have limits of "
-        f"{TASK_LIMITS['cpu']} CPUs and {TASK_LIMITS['memory']}, so lower values are rejected.",
+        description="Maximum limits of a container. Lower values than "
+        f"{TASK_LIMITS['cpu']} CPUs and {TASK_LIMITS['memory']}, the limits of tasks that prepare data, are rejected.",
     )
 
 
 class Port(Values):
     """A port of a destination."""
 
-    port: PortNumber = Field(description="Number.")
+    port: PortNumber = Field(description="Port number.")
     protocol: Literal["TCP", "UDP"] = Field("TCP", description="Protocol.")
 
 
@@ -73,11 +73,11 @@ class Destination(Values):
 
     cidr: Cidr = Field(
         "",
-        description="Range of addresses, such as `10.0.0.0/8` or `fd00::/64`; leave it out for pods of this cluster.",
+        description="Address range, such as `10.0.0.0/8` or `fd00::/64`; leave it empty for pods of this cluster.",
     )
-    namespace: OptionalDnsName = Field("", description="Namespace of the pods; leave it out for addresses.")
-    pod_labels: Labels = Field({}, description="Labels of the pods; empty for all of the namespace.")
-    ports: tuple[Port, ...] = Field((), description="Ports; empty for all.")
+    namespace: OptionalDnsName = Field("", description="Namespace of the pods; leave it empty for an address range.")
+    pod_labels: Labels = Field({}, description="Labels of the pods; empty: all pods of the namespace.")
+    ports: tuple[Port, ...] = Field((), description="Ports; empty: all.")
 
 
 _DNS = Destination(
@@ -86,16 +86,16 @@ _DNS = Destination(
 
 
 class Network(Values):
-    """Network policies: pods of one job reach each other and these destinations, and nothing else."""
+    """Network policies: the pods of a job can reach only each other and these destinations."""
 
-    enabled: bool = Field(True, description="Create them. They need a network plugin that enforces them.")
-    dns: tuple[Destination, ...] = Field((_DNS,), description="Name servers.")
+    enabled: bool = Field(True, description="Create network policies. They need a network plugin that enforces them.")
+    dns: tuple[Destination, ...] = Field((_DNS,), description="DNS servers.")
     flyte: tuple[Destination, ...] = Field(
         (),
-        description="Flyte's control plane, for your own tasks that call it; Strata's do not. Unless Flyte's "
-        "authentication is on, anyone who reaches it can see, start and stop the runs of all tenants.",
+        description="Flyte's control plane, for your own tasks that call it; Strata's tasks do not. Unless Flyte has "
+        "authentication, a pod that can reach it can see, start and stop the runs of all tenants.",
     )
-    object_store: tuple[Destination, ...] = Field((), description="The object store of inputs, outputs and code.")
+    object_store: tuple[Destination, ...] = Field((), description="Object store of inputs, outputs and code.")
     others: tuple[Destination, ...] = Field((), description="Other destinations that runs need, such as a Hub mirror.")
 
 
@@ -107,17 +107,19 @@ class Toleration(Values):
         "", description="Operator; empty means `Equal` with a value, and `Exists` without one."
     )
     value: str = Field("", description="Value of the taint.")
-    effect: Literal["", "NoSchedule", "PreferNoSchedule", "NoExecute"] = Field("", description="Empty for all effects.")
+    effect: Literal["", "NoSchedule", "PreferNoSchedule", "NoExecute"] = Field(
+        "", description="Effect of the taint; empty: all effects."
+    )
 
 
 class Volume(Values):
-    """A claim that pods mount. There are no host paths: the restricted pod security standard refuses them."""
+    """A claim that pods mount. Host paths are not supported: the restricted pod security standard rejects them."""
 
     name: DnsLabel = Field(description="Name.")
     claim: DnsName = Field(description="PersistentVolumeClaim in the namespace of the pods.")
     mount_path: Path = Field(
-        description="Mount path; not in `/dev`, `/proc` or `/sys`, and not `/opt/strata`, where the image's "
-        "packages are."
+        description="Mount path. Not in `/dev`, `/proc` or `/sys`, and not `/opt/strata`, which has the image's "
+        "packages."
     )
     read_only: bool = Field(False, description="Mount it read-only.")
 
@@ -127,16 +129,16 @@ class TritonCache(Values):
 
     path: Path = Field(
         "/var/cache/strata/triton",
-        description="Mount path; use the same one everywhere, since cache entries hold absolute paths.",
+        description="Mount path. Use the same path everywhere, because cache entries contain absolute paths.",
     )
-    size_limit: Quantity = Field("10Gi", description="A pod that writes more is evicted.")
+    size_limit: Quantity = Field("10Gi", description="Maximum size. A pod that writes more is evicted.")
 
 
 class HuggingFaceCache(Values):
     """Downloaded models and data sets; HF_HOME."""
 
     path: Path = Field("/var/cache/strata/huggingface", description="Mount path.")
-    size_limit: Quantity = Field("200Gi", description="A pod that writes more is evicted.")
+    size_limit: Quantity = Field("200Gi", description="Maximum size. A pod that writes more is evicted.")
 
 
 class Caches(Values):
@@ -147,14 +149,14 @@ class Caches(Values):
 
 
 class PodVariant(Values):
-    """An additional PodTemplate that overrides the tenant's; a run names it in `resources.pod_template`."""
+    """A further PodTemplate, with changes to the tenant's; a run names it in `resources.pod_template`."""
 
     name: DnsName = Field(description="Name.")
     annotations: Annotations = Field(
-        {}, description="For example, Kueue's topology requests, or networks that Multus attaches."
+        {}, description="Additional annotations, such as Kueue's topology requests or networks that Multus attaches."
     )
     env: dict[VariableName, str] = Field({}, description="Additional environment variables, such as NCCL's.")
-    node_selector: Labels = Field({}, description="Labels of nodes.")
+    node_selector: Labels = Field({}, description="Additional labels of the nodes to run on.")
     tolerations: tuple[Toleration, ...] = Field((), description="Additional tolerations.")
     resources: Quantities = Field(
         {}, description="Devices of each pod, such as `rdma/ib: 8`, and `hugepages-2Mi` if the network needs them."
@@ -170,28 +172,31 @@ class PodTemplate(Values):
     )
     annotations: Annotations = Field({}, description="Annotations of the pods.")
     env: dict[VariableName, str] = Field({}, description="Environment variables. Do not put secrets here.")
-    env_secrets: tuple[DnsName, ...] = Field((), description="Secrets of the tenant to load as environment variables.")
-    run_as_user: UserId = Field(1000, description="User id of the processes; that of the image.")
+    env_secrets: tuple[DnsName, ...] = Field(
+        (), description="Secrets in the tenant's namespace that become environment variables."
+    )
+    run_as_user: UserId = Field(1000, description="User id of the processes; 1000 is the image's user.")
     run_as_group: UserId = Field(1000, description="Group id of the processes.")
     fs_group: UserId = Field(1000, description="Group id of mounted volumes.")
     working_dir: OptionalPath = Field(
-        "", description="Working directory, where code is unpacked; must be writable. Empty for the image's own."
+        "", description="Working directory, into which code is unpacked; must be writable. Empty: the image's own."
     )
     termination_grace_period_seconds: Annotated[int, Field(ge=30, le=3600)] = Field(
-        120, description="Seconds from SIGTERM to SIGKILL; training tasks set the same themselves."
+        120, description="Seconds from SIGTERM to SIGKILL. Training tasks set 120 themselves."
     )
-    node_selector: Labels = Field({}, description="Labels of nodes for all pods of the tenant.")
+    node_selector: Labels = Field({}, description="Labels of the nodes on which all pods of the tenant run.")
     tolerations: tuple[Toleration, ...] = Field(
-        (), description="Tolerations of all pods of the tenant, also those without a GPU; flavors have their own."
+        (), description="Tolerations of all pods of the tenant, also of those without a GPU. Flavors add their own."
     )
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(
         "IfNotPresent",
-        description="Image pull policy; Kubernetes' default for the template's placeholder would be Always.",
+        description="Image pull policy. Kubernetes would default to Always, because of the template's placeholder "
+        "image.",
     )
     image_pull_secrets: tuple[DnsName, ...] = Field((), description="Image pull secrets of the tenant.")
     caches: Caches = Field(Caches(), description="Caches.")
     volumes: tuple[Volume, ...] = Field(
-        (), description="Claims to mount, such as that of a run's `output`. The run itself sets the size of /dev/shm."
+        (), description="Claims to mount, such as that of a run's `output`. The run's spec sets the size of /dev/shm."
     )
     variants: tuple[PodVariant, ...] = Field((), description="Additional templates, for example for RDMA networks.")
 
@@ -201,26 +206,26 @@ class TenantSettings(Values):
 
     create_namespace: bool = Field(
         True,
-        description="Create the namespace. If you create it yourself, set the labels of pod security and "
-        "strata/tenant, by which Kueue's configuration selects namespaces.",
+        description="Create the namespace. If you create it yourself, set the labels of pod security, and "
+        "`strata/tenant`, by which Kueue's configuration selects namespaces.",
     )
     pod_security: Literal["restricted", "baseline", "privileged"] = Field(
-        "restricted", description="Pod security level that the namespace enforces."
+        "restricted", description="Pod security standard that the namespace enforces."
     )
     labels: Labels = Field(
         {},
-        description="Additional labels of the namespace, other than those of pod security and of the chart, and of "
-        "`app.kubernetes.io/` and `helm.sh/`.",
+        description="Additional labels of the namespace. Not those of pod security, of the chart, of "
+        "`app.kubernetes.io/` and of `helm.sh/`.",
     )
     members: tuple[Member, ...] = Field(
-        (), description="Groups and users that may read pods, logs, events, jobs, queues."
+        (), description="Groups and users that may read pods, logs, events, jobs and queues."
     )
     submitters: tuple[Member, ...] = Field(
         (),
-        description="Groups and users that may also submit and cancel runs without Flyte, as JobSets. Such a pod can "
-        "read every Secret and claim of the namespace.",
+        description="Groups and users that may also submit and cancel runs without Flyte, as JobSets. The pods of such "
+        "a run can read every Secret and claim of the namespace.",
     )
-    service_account: ServiceAccount = Field(ServiceAccount(), description="Identity of the pods.")
+    service_account: ServiceAccount = Field(ServiceAccount(), description="Service account of the pods.")
     queues: tuple[TenantQueue, ...] = Field((), description="Queues that the tenant's runs may name.")
     quota: dict[QuotaKey, Quantity] = Field(
         {}, description="ResourceQuota of the namespace, such as `requests.nvidia.com/gpu: 64`."
@@ -231,9 +236,9 @@ class TenantSettings(Values):
 
 
 class Tenant(TenantSettings):
-    """A project and its domains; every other key overrides that key of `tenantDefaults`."""
+    """A project and its domains. The other keys override those of `tenantDefaults`."""
 
     project: DnsLabel = Field(description="Flyte project.")
     domains: Annotated[tuple[DnsLabel, ...], Field(min_length=1)] = Field(
-        description="Flyte domains; each is a namespace `<project>-<domain>`."
+        description="Flyte domains. Each has a namespace `<project>-<domain>`."
     )

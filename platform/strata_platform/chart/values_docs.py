@@ -2,7 +2,8 @@
 
 Run as `python -m strata_platform.chart.values_docs [FOLDER]`.
 
-FOLDER is the chart, by default charts/strata. The program also writes tasks.json, limits of tasks for the templates.
+FOLDER is the chart, by default charts/strata. The program also writes tasks.json: the limits of Strata's tasks, which
+the templates read.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ _INTRODUCTION = """\
 
 <!-- Written by `python -m strata_platform.chart.values_docs`; change the models instead. -->
 
-Sets up a cluster with Flyte, Kueue and the training operator for training runs: for each tenant a namespace with its
-identity, rights, quota, network policies, pod template and queues; for the cluster its kinds of nodes, shares and
-priorities.
+Prepares a cluster with Flyte, Kueue and the training operator for training runs. Each tenant gets a namespace with a
+service account, roles, quota, network policies, a pod template and queues. The cluster gets Kueue's flavors, cluster
+queues and priority classes.
 
 ```console
 $ helm install strata charts/strata --namespace strata-system --create-namespace --values my-values.yaml
@@ -38,9 +39,9 @@ $ helm test strata --namespace strata-system
 ```
 
 [docs/cluster.md](../../docs/cluster.md) describes an installation step by step; [ci](ci) has complete examples of
-values. Helm rejects an unknown key, or a value of the wrong type, with its path.
+values. Helm rejects unknown keys and values of the wrong type, and shows their paths.
 
-With the values below alone, the chart creates no tenant and no queue.
+With the defaults below, the chart creates no tenant and no queue.
 """
 
 
