@@ -14,22 +14,13 @@ from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.local_files import require_local_files
 from tasks.runtime.data import PreparedData, fingerprint, prepare
 from tasks.runtime.data.chat import template_renderer
-from tasks.runtime.data.preparation.tokenizer import save_tokenizer, train_tokenizer
 
 Prepare = Callable[..., PreparedData]
 QUESTION = "{{ question }} ="
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A token per byte of these texts and per special token."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(train_tokenizer([""]), folder)
-    return str(folder)
-
-
 @pytest.fixture
-def spec_of(tmp_path: Path, tokenizer: str) -> Callable[..., RunSpec]:
+def spec_of(tmp_path: Path, byte_tokenizer: str) -> Callable[..., RunSpec]:
     def build(row: dict[str, Any], template: str, objective: str = "sft", **data: Any) -> RunSpec:
         (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
         values = {
@@ -37,7 +28,7 @@ def spec_of(tmp_path: Path, tokenizer: str) -> Callable[..., RunSpec]:
             "sequence_length": 512, "template": template, **data,
         }  # fmt: skip
         return RunSpec.model_validate(
-            {"data": values, "objective": {"type": objective}, "model": {"tokenizer": tokenizer}}
+            {"data": values, "objective": {"type": objective}, "model": {"tokenizer": byte_tokenizer}}
         )
 
     return build

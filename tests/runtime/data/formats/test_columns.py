@@ -11,7 +11,6 @@ import pytest
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import PreparedData, fingerprint, prepare
-from tasks.runtime.data.preparation.tokenizer import save_tokenizer, train_tokenizer
 
 TALK = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hi."}]
 PAIR = {"prompt": "2 + 2 =", "completion": " 4"}
@@ -22,21 +21,13 @@ ALPACA = {"instruction": "Add.", "input": "2 and 2", "output": "4"}
 Prepare = Callable[..., PreparedData]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A token per byte of these texts and per special token."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(train_tokenizer([""]), folder)
-    return str(folder)
-
-
 @pytest.fixture
 def lines() -> list[str]:
     return []
 
 
 @pytest.fixture
-def prepared(tmp_path: Path, tokenizer: str, lines: list[str]) -> Prepare:
+def prepared(tmp_path: Path, byte_tokenizer: str, lines: list[str]) -> Prepare:
     def run(rows: list[Any], objective: str = "sft", **data: Any) -> PreparedData:
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         values = {
@@ -44,7 +35,7 @@ def prepared(tmp_path: Path, tokenizer: str, lines: list[str]) -> Prepare:
             "validation_fraction": 0.0, **data,
         }  # fmt: skip
         spec = RunSpec.model_validate(
-            {"data": values, "objective": {"type": objective}, "model": {"tokenizer": tokenizer}}
+            {"data": values, "objective": {"type": objective}, "model": {"tokenizer": byte_tokenizer}}
         )
         return prepare(DataRecipe.from_spec(spec, fingerprint(spec)), tmp_path / "out", report=lines.append)
 
