@@ -1,8 +1,8 @@
 """Losses of policy optimization (GRPO and its relatives) as functions of tokens' log-probabilities, in plain PyTorch.
 
-The contract is that of `preference`: small tensors, one loss per token, nothing reduced but by weights that name their
-totals. With R = exp(log p - log p_old) of a token, A the advantage of its answer, u = min(R, delta), and s the logistic
-function:
+The contract is that of `preference`: small tensors, and one loss per token, not reduced. `policy_weights` gives the
+weights of a reduction. With R = exp(log p - log p_old) of a token, A its answer's advantage, u = min(R, delta), and s
+the logistic function:
 
     grpo, bnpo, dr_grpo, dapo    -min(u A, clip(R, 1 - ε_low, 1 + ε_high) A)                  arXiv:2402.03300
     gspo                         the same with the R of the whole answer,
@@ -11,7 +11,7 @@ function:
     sapo                         -(4 / τ) s(τ (R - 1)) A, τ by the sign of A                  arXiv:2511.20347
 
 each times the truncated importance weight of its token, plus β kl with kl = q - log q - 1, q = p_reference / p. The
-first four differ in `policy_weights` alone:
+first four differ only in `policy_weights`:
 
     grpo, gspo, sapo    mean over the tokens of an answer, then over answers
     bnpo, dapo, cispo   mean over tokens: those of this batch, or of the whole step by `total_tokens`
@@ -61,7 +61,7 @@ def policy_losses(
     delta: float | None = None,
     sapo_temperatures: tuple[float, float] = (1.0, 1.05),
 ) -> PolicyTerms:
-    """The terms of the formulas above.
+    """The loss of each token by one of the formulas of this module's docstring, not yet weighted.
 
     Args:
         log_probs: [N], fp32 or fp64, of the tokens.
@@ -129,10 +129,10 @@ def policy_weights(
     total_tokens: int | Tensor | None = None,
     max_tokens: int | None = None,
 ) -> Tensor:
-    """What the loss of each token counts, [N], fp32: the loss is `(policy_losses(...).loss * weights).sum()`.
+    """The weight of each token's loss, [N], fp32: the total loss is `(policy_losses(...).loss * weights).sum()`.
 
     Pass the totals of the whole step, over its micro-batches and processes: then the sum of the micro-batches' losses
-    is the step's, however it is cut.
+    is the step's, however the step is divided.
 
     Args:
         sequences: [N], int64: which answer a token belongs to, -1 for none.
@@ -165,7 +165,7 @@ def truncated_importance_weights(
 ) -> Tensor:  # fmt: skip
     """min(p / p_sampling, most), without gradient: [N].
 
-    It corrects for answers that an engine has sampled with other log-probabilities than the trainer's.
+    The weights correct for an engine that samples answers with other log-probabilities than the trainer's.
 
     Args:
         log_probs, sampling_log_probs: [N], of the trainer's policy and of the engine's. NaN, for a token that the

@@ -1,18 +1,18 @@
 """Losses of preference and policy optimization, as functions of log-probabilities, in plain PyTorch.
 
-One place for each formula. The heavy part is elsewhere: `linear_logprobs` turns hidden states into log-probabilities of
-tokens, `sequence_sums` adds them up to answers, and the functions here are autograd on these small tensors. A trainer
-that has log-probabilities of its own calls them in the same way:
+`linear_logprobs` does the expensive part: it turns hidden states into log-probabilities of tokens. `sequence_sums` adds
+them up for each answer, and the functions here use autograd on these small tensors. A trainer that computes its own
+log-probabilities calls them in the same way:
 
     log_probs = linear_logprobs(x, weight, target)                      # [N] tokens
     answers = sequence_sums(log_probs, sequences, n_sequences)          # [S] answers
     losses = dpo_losses(answers[::2], answers[1::2], *reference)        # [S / 2] pairs
 
-Contract. Log-probabilities are natural logarithms in fp32 or fp64, of answers as sums over their tokens; results have
-their dtype. Losses come one per pair, answer or token, not reduced: a trainer divides their sum by the items of the
-whole step, so that neither accumulation nor the number of processes changes it. Reference log-probabilities need no
-gradient. Nothing waits for the device. A token that belongs to no answer (a prompt, padding, a tool's output) has
-sequence -1.
+Contract. Log-probabilities are natural logarithms in fp32 or fp64; an answer's is the sum over its tokens. Results have
+the same dtype. Losses are not reduced: there is one per pair, answer or token. A trainer divides their sum by the items
+of the whole step, so that neither accumulation nor the number of processes changes the loss. Reference
+log-probabilities need no gradient. No function waits for the device. A token that belongs to no answer (a prompt,
+padding, a tool's output) has sequence -1.
 
 Formulas, with r = log p(answer) - log p_reference(answer), of the chosen answer r_w and the rejected one r_l, and
 Δ = r_w - r_l, ε the label smoothing, s the logistic function; each equals TRL's:
@@ -157,7 +157,7 @@ def cpo_losses(
     chosen: Tensor, rejected: Tensor, *, loss: CpoLoss = "sigmoid", beta: float = 0.1, label_smoothing: float = 0.0,
     chosen_tokens: Tensor | None = None, rejected_tokens: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The preference part of CPO (arXiv:2401.08417): `dpo_losses` with a reference that is uniform, [B].
+    """The preference part of CPO (arXiv:2401.08417): `dpo_losses` with a uniform reference, [B].
 
     CPO adds the negative log-likelihood of the chosen answer, usually per token: `-chosen / chosen_tokens`.
 

@@ -149,13 +149,13 @@ class _Dyt(Operator):
 
 
 def dyt(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Dynamic tanh with a learned scale, in the place of a norm.
+    """Dynamic tanh with a learned scale, a replacement for a norm.
 
     Equivalent to::
 
         y = weight * torch.tanh(alpha * x) + bias
 
-    computed in fp32 and rounded once. Double backward is not supported; under `torch.func` all is plain PyTorch.
+    computed in fp32 and rounded once. Double backward is not supported. Under `torch.func` it is plain PyTorch.
 
     Args:
         x: [..., D], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides.

@@ -270,7 +270,7 @@ def group_norm(
 ) -> Tensor:
     """`torch.nn.functional.group_norm(x, groups, weight, bias, eps)`, fused; computed in fp32, rounded once.
 
-    Under `torch.func` all is plain PyTorch.
+    Under `torch.func` the operator is plain PyTorch.
 
     Args:
         x: [B, C, ...], bf16 | fp16 | fp32 (fp64 in plain PyTorch). Kernels take dense tensors: another layout, as

@@ -222,14 +222,14 @@ class _PolyNorm(Operator):
 
 
 def poly_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Tensor:
-    """A learned sum of the normalized powers of x, in the place of an activation.
+    """A learned sum of normalized powers of x, a replacement for an activation.
 
     Equivalent to::
 
         norm = lambda u: u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)
         y = weight[0] * norm(x**3) + weight[1] * norm(x**2) + weight[2] * norm(x) + bias
 
-    computed in fp32 and rounded once. Under `torch.func` all is plain PyTorch.
+    computed in fp32 and rounded once. Under `torch.func` the operator is plain PyTorch.
 
     Args:
         x: [..., D], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides. More than 65536 features run in plain

@@ -139,7 +139,7 @@ class _Sparsemax(Operator):
 
 
 def sparsemax(z: Tensor) -> Tensor:
-    """Sparsemax over the last axis: probabilities of which most are exactly zero.
+    """Sparsemax over the last axis: probabilities, most of which are exactly zero.
 
     Equivalent to::
 

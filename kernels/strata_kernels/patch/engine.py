@@ -38,7 +38,7 @@ class PatchReport:
         model_type: of the model's configuration.
         replaced: operator → paths of the modules that now run it.
         excluded: operators left out because the caller asked for it.
-        unsupported: the activations, where the table's row has a feed-forward layer of another kind.
+        unsupported: the activation operators, if the family has a feed-forward layer of another kind.
         kept: operator → why modules that it could have replaced keep their own code.
         by_structure: whether the modules were found by structure, because the table has no row for the family.
         proofs: how many proofs of equality were made for that, and how many were there from an earlier call or process.
@@ -76,18 +76,18 @@ class PatchReport:
 
 
 def patch_model(model: nn.Module, *, exclude: Iterable[str] = (), require_all: bool = False) -> PatchReport:
-    """Make a transformers model run the fused operators, in place.
+    """Replace modules of a transformers model by fused operators, in place.
 
-    Equivalent in what it computes, up to rounding. A family that the table has a row for is patched by the row. In
-    another one, modules are found by their structure, and each class is proven equal on random input before one of its
-    modules is replaced (`discover`). What cannot be replaced keeps its own code; the report says why.
+    The model computes the same, up to rounding. A family with a row in the table is patched by that row. In any other
+    family, modules are found by their structure, and each class is proven equal on random input before one of its
+    modules is replaced (`discover`). Modules that cannot be replaced keep their own code; the report says why.
 
     With labels in training mode the model's loss comes from `linear_cross_entropy` and the output's `logits` is None;
-    pass `skip_logits=False` to the forward call to get logits too, `skip_logits=True` to save them in evaluation. For
-    another loss pass `head_loss`, a function of the hidden states [B, T, H] as they enter the head, its weight, its
-    bias or None, and the cap on its logits or None: what it returns is the output's `loss`, and no logits are computed.
-    Where a family scales its logits, the hidden states and the bias that it is given are scaled instead. A model that
-    is patched already is patched again: the result depends on the last call alone.
+    pass `skip_logits=False` to the forward call to get logits too, `skip_logits=True` to avoid them in evaluation. For
+    another loss, pass `head_loss`: a function of the hidden states [B, T, H] before the head, the head's weight, its
+    bias or None, and the softcap of its logits or None. Its result is the output's `loss`, and no logits are computed.
+    If a family scales its logits, the function receives scaled hidden states and a scaled bias instead. You can patch
+    a patched model again: the result depends only on the last call.
 
     Args:
         model: a causal language model, bare or inside PEFT, `torch.compile` or DDP.

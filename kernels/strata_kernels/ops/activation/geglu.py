@@ -73,7 +73,7 @@ def geglu_packed(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """`geglu(*x.chunk(2, dim=-1), approximate)`, whose gradient is one tensor like x, without a concatenation.
+    """`geglu(*x.chunk(2, dim=-1), approximate)`; the gradient of x is written as one tensor, without a concatenation.
 
     Args:
         x: [..., 2 * D], bf16 | fp16 | fp32 | fp64: gate and up side by side, of one projection.

@@ -28,9 +28,9 @@ def gelu(
 ) -> Tensor:
     """`torch.nn.functional.gelu(x, approximate=approximate)`; on a GPU computed in fp32 and rounded once.
 
-    Alone it moves as many bytes as PyTorch's own. With a weight, its backward kernel writes the result once more, one
-    of six itemsizes per element, and the result is not kept in between. `approximate="sigmoid"` has no function in
-    PyTorch: the products and the sigmoid that stand for it there move 21 itemsizes.
+    Without a weight, it moves as many bytes as PyTorch's function. With a weight, the activation is not kept: the
+    backward kernel writes it again, one of the six itemsizes that it moves per element. PyTorch has no function for
+    `approximate="sigmoid"`; the products and the sigmoid move 21 itemsizes per element there.
 
     Args:
         x: [..., D], bf16 | fp16 | fp32 | fp64, of any strides.

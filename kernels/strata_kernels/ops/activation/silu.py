@@ -18,8 +18,8 @@ _SILU = define("silu", "silu", UNGATED)
 def silu(x: Tensor, *, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.silu(x)`; on a GPU computed in fp32 and rounded once.
 
-    Alone it moves as many bytes as PyTorch's own. With a weight, its backward kernel writes the result once more, one
-    of six itemsizes per element, and the result is not kept in between.
+    Without a weight, it moves as many bytes as PyTorch's function. With a weight, the activation is not kept: the
+    backward kernel writes it again, one of the six itemsizes that it moves per element.
 
     Args:
         x: [..., D], bf16 | fp16 | fp32 | fp64, of any strides.

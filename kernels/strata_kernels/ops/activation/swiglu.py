@@ -27,7 +27,8 @@ def swiglu(
 ) -> Tensor:
     """`multiplier * silu(gate_multiplier * gate) * up`; on a GPU fused, computed in fp32 and rounded once.
 
-    Both multipliers are those of Falcon-H1, whose second, written behind `down_proj`, may stand before it.
+    The multipliers are those of Falcon-H1. It applies the second one after `down_proj`; before it, the result is the
+    same up to rounding.
 
     Args:
         gate: [..., D], bf16 | fp16 | fp32 | fp64, of any strides: halves of one projection are read in place.
@@ -61,7 +62,7 @@ def swiglu_packed(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """`swiglu(*x.chunk(2, dim=-1))`, whose gradient is written as one tensor like x, without a concatenation.
+    """`swiglu(*x.chunk(2, dim=-1))`; the gradient of x is written as one tensor, without a concatenation.
 
     Args:
         x: [..., 2 * D], bf16 | fp16 | fp32 | fp64: gate and up side by side, of one projection.

@@ -125,14 +125,14 @@ def tiled_mlp(
     activation: Activation = "silu",
     tile: int = 4096,
 ) -> Tensor:
-    """A gated feed-forward layer for long rows: `tile` of them at a time, and only x is kept for the backward pass.
+    """A gated feed-forward layer that computes `tile` rows at a time; only x is kept for the backward pass.
 
     Equivalent to::
 
         h = F.silu(F.linear(x, gate_weight)) * F.linear(x, up_weight)
         y = F.linear(h, down_weight)
 
-    Under `torch.func` all is plain PyTorch. A second derivative is, too, and holds all rows at once.
+    Under `torch.func` the operator is plain PyTorch. So is a second derivative, which computes all rows at once.
 
     Args:
         x: [..., H], bf16 | fp16 | fp32 | fp64, any strides.

@@ -35,9 +35,9 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 class EightBitPlan:
-    """What a step has found out, kept for the next one of the same tensors: checks, and the compiled kernel.
+    """The checks and the compiled kernel of a step, kept for the next step of the same tensors.
 
-    On a GPU, a step of a small matrix takes the host several times as long without it. The plan is made anew if the
+    Without a plan, a step of a small matrix on a GPU takes the host several times as long. A step rebuilds it if the
     address, size, dtype or layout of a tensor, the gradient's device, or anything but the learning rate, the weight
     decay and the number of the step has changed. It holds no reference to the caller's tensors.
     """

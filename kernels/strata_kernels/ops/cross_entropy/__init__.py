@@ -210,11 +210,11 @@ class _RowLosses(Operator):
 
 
 class LossAndPredictions(NamedTuple):
-    """A loss, and how well the largest logits hit the targets.
+    """A loss, the predicted classes, and their accuracy.
 
     loss: as `cross_entropy` returns it.
-    predictions: int64, of target's shape: the first class of each row's largest logit; -1 in ignored rows.
-    accuracy: fp32 scalar, the share of rows that predict their target, of those that are not ignored; NaN for none.
+    predictions: int64, of target's shape: the class of the row's largest logit, the first in a tie; -1 if ignored.
+    accuracy: fp32 scalar: of the rows that are not ignored, the share whose prediction is the target; NaN without rows.
     """
 
     loss: Tensor
@@ -245,12 +245,12 @@ def cross_entropy(
         loss += z_loss * logits.logsumexp(-1).square() * (target != ignore_index)
         loss = loss.sum() / (num_items or weight[target[target != ignore_index]].sum())             # reduction="mean"
 
-    for logits [N, V]; here the classes always are the last axis. The z-loss is averaged over the same rows, by the same
-    divisor, as the cross entropy.
+    for logits [N, V]. Here, classes are always the last axis. The z-loss is averaged over the same rows and by the same
+    divisor as the cross entropy.
 
     For a scalar result, the forward pass computes the gradient into a new tensor of the size of the logits. With
     reduction="none", a row's incoming gradient is known only in the backward pass, which then reads the logits a second
-    time. So it does in fp16, whose gradients would underflow without the loss scale, which arrives with the incoming
+    time. The same holds for fp16: its gradients would underflow without the loss scale, which is in the incoming
     gradient. Double backward is not supported. Under `torch.func` everything is plain PyTorch.
 
     Args:

@@ -137,8 +137,9 @@ def jsd(
         loss = (loss + (1 - beta) * F.kl_div(m.log(), log_p, reduction="none", log_target=True)).sum(-1)
         loss = loss[target != ignore_index].sum() / (num_items or (target != ignore_index).sum())   # reduction="mean"
 
-    with beta=0 KL(teacher || student) and with beta=1 KL(student || teacher), as in GKD (arXiv:2306.13649). There is no
-    factor of the squared temperature. Double backward is not supported. Under `torch.func` everything is plain PyTorch.
+    beta=0 is KL(teacher || student) and beta=1 is KL(student || teacher), as in GKD (arXiv:2306.13649). The loss is not
+    multiplied by the squared temperature. Double backward is not supported. Under `torch.func` everything is plain
+    PyTorch.
 
     Args:
         logits: [..., V], of the student, bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides.
@@ -220,8 +221,8 @@ def tvd(
         p, q = (x.float().div(temperature).softmax(-1) for x in (logits, teacher))
         loss = 0.5 * (p - q).abs().sum(-1)
 
-    Arguments, reductions and errors as in `jsd`; probabilities: whether logits and teacher are probabilities
-    themselves, whose gradient is sign(p - q) / 2.
+    Arguments, reductions and errors as in `jsd`. With `probabilities=True`, logits and teacher are probabilities, and
+    the gradient is sign(p - q) / 2.
 
     Example:
         >>> logits = torch.randn(2, 8, 32, requires_grad=True)

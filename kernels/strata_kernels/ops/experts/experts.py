@@ -298,7 +298,7 @@ def experts(
     offset: float = 0.0,
     max_slots: int | None = None,
 ) -> Tensor:
-    """The weighted sum of the experts that each token is routed to, without asking the device for their sizes.
+    """The weighted sum of the outputs of each token's experts; the host never waits for the experts' sizes.
 
     Equivalent, for a token t:
 
@@ -307,9 +307,9 @@ def experts(
         y = (f(g) * u) @ down[e].T + down_bias[e]
         result[t] = sum(weight[t, j] * y for j, e in enumerate(index[t]))
 
-    with f(g) = activation(alpha * g) / alpha. With an adapter, `gate_up[e] + scale * b[e] @ a[e]` stands for
-    `gate_up[e]`, and likewise for `down`; that sum is not made. Kept for the backward pass are x and h, [T * K, 2 * I],
-    whatever the number of experts; no copy of gathered tokens, of the activation or of y.
+    with f(g) = activation(alpha * g) / alpha. With an adapter, the weights are `gate_up[e] + scale * b[e] @ a[e]`, and
+    likewise for `down`; these sums are never materialized. For the backward pass, x and h [T * K, 2 * I] are kept, for
+    any number of experts; gathered tokens, the activation and y are not.
 
     Args:
         x: [T, H], bf16 | fp16 | fp32 | fp64.

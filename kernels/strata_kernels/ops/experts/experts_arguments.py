@@ -15,7 +15,7 @@ Function = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 
 
 class LowRank(NamedTuple):
-    """An adapter of the weights [E, N, K] of all experts, which stands for W + scale · b · a (LoRA).
+    """A LoRA adapter of the weights [E, N, K] of all experts: W + scale · b · a.
 
     a: [E, R, K]. b: [E, N, R]. In the dtype of the weights, any strides.
     """

@@ -136,12 +136,12 @@ def linear_cross_entropy(
         loss *= row_weight
         loss = loss.sum() / (num_items or class_weight[target[target != ignore_index]].sum())       # reduction="mean"
 
-    The z-loss is averaged over the same rows, by the same divisor, as the cross entropy.
+    The z-loss is averaged over the same rows and by the same divisor as the cross entropy.
 
     The forward pass computes the gradients of x, weight and bias that are needed: a frozen weight saves a third of the
     work. With reduction="none", a row's incoming gradient is known only in the backward pass, which then computes the
-    logits a second time. So it does in fp16, whose gradients would underflow without the loss scale, which arrives with
-    the incoming gradient. Double backward is not supported.
+    logits a second time. The same holds for fp16: its gradients would underflow without the loss scale, which is in the
+    incoming gradient. Double backward is not supported.
 
     Args:
         x: [..., H], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides.

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class LogProbsAndEntropy(NamedTuple):
-    """Of target's shape, fp32 (fp64 for fp64), both with gradients, 0 where target is ignored.
+    """Two tensors of target's shape, fp32 (fp64 for fp64), both with gradients, 0 where target is ignored.
 
     log_probs: as `linear_logprobs` returns them.
     entropy: of each row's distribution over the vocabulary, in nats.
@@ -78,7 +78,7 @@ def linear_logprobs(
     accumulate: Accumulate = "exact",
     chunk_bytes: int | None = None,
 ) -> Tensor:
-    """Log-probabilities of the targets under the softmax of `x @ weight.T + bias`; logits are never there as a whole.
+    """Log-probabilities of the targets under the softmax of `x @ weight.T + bias`; logits are never stored in full.
 
     Equivalent to::
 
@@ -87,8 +87,8 @@ def linear_logprobs(
         log_probs = (logits / temperature).log_softmax(-1)
         log_probs = log_probs.gather(-1, target.clamp(min=0)[..., None])[..., 0] * (target != ignore_index)
 
-    The gradient of each row is known only in the backward pass, which computes the logits once more, some columns of
-    the vocabulary at a time: then the gradient of weight is rounded once. Double backward is not supported.
+    A row's incoming gradient is known only in the backward pass, which computes the logits again, in blocks of columns
+    of the vocabulary, so that the gradient of weight is rounded once. Double backward is not supported.
 
     Args:
         x: [..., H], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides.

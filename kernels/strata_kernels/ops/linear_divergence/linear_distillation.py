@@ -38,10 +38,10 @@ _SETTINGS = (
 
 
 class DistillationTerms(NamedTuple):
-    """What a loss of labels and a teacher gives.
+    """The results of `linear_distillation`.
 
     loss: scalar, with gradient.
-    cross_entropy, divergence: scalars, its parts without their weights and without gradient.
+    cross_entropy, divergence: scalars without gradient, the parts of the loss before they are weighted.
     """
 
     loss: Tensor
@@ -114,8 +114,8 @@ def linear_distillation(
                          num_items=num_items)
         loss = label_weight * entropy + divergence_weight * divergence
 
-    The temperature is that of the divergence alone. Where the heads have different numbers of classes, the divergence
-    covers those that both have.
+    The temperature applies only to the divergence. If the heads have different numbers of classes, the divergence
+    covers the classes that both have.
 
     Args:
         x: [..., H], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides.

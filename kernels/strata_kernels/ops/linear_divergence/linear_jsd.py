@@ -97,7 +97,7 @@ def linear_jsd(
     accumulate: Accumulate = "exact",
     chunk_bytes: int | None = None,
 ) -> Tensor:
-    """The generalized Jensen-Shannon divergence of a head from a teacher's; neither's logits are there as a whole.
+    """The generalized Jensen-Shannon divergence of a head from a teacher's; logits are never stored in full.
 
     Equivalent to `jsd` of the logits::
 
@@ -171,7 +171,7 @@ def linear_kl_div(
     accumulate: Accumulate = "exact",
     chunk_bytes: int | None = None,
 ) -> Tensor:
-    """The Kullback-Leibler divergence of a head from a teacher's; neither's logits are there as a whole.
+    """The Kullback-Leibler divergence of a head from a teacher's; logits are never stored in full.
 
     Equivalent to `kl_div` of the logits::
 
@@ -208,7 +208,7 @@ def linear_cosine_distance(
     accumulate: Accumulate = "exact",
     chunk_bytes: int | None = None,
 ) -> Tensor:
-    """One minus the cosine of the angle between a head's logits and a teacher's; neither's are there as a whole.
+    """One minus the cosine similarity of a head's logits and a teacher's; logits are never stored in full.
 
     Equivalent to::
 
@@ -216,8 +216,8 @@ def linear_cosine_distance(
         loss = 1 - F.cosine_similarity(logits.float(), teacher.float(), dim=-1)
         loss = loss[target != ignore_index].sum() / (num_items or (target != ignore_index).sum())   # reduction="mean"
 
-    The lengths of both do not matter, and so no temperature does. Arguments, returns and errors as in `linear_jsd`; a
-    head is on one process, and no DTensor.
+    The lengths of both vectors do not matter, so a temperature would have no effect. Arguments, returns and errors as
+    in `linear_jsd`, but the head's weight must be whole on the process, not a DTensor.
 
     Example:
         >>> x, weight = torch.randn(2, 8, 16), torch.randn(32, 16, requires_grad=True)

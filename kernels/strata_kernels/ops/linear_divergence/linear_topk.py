@@ -75,7 +75,7 @@ def linear_topk_kl_div(
     accumulate: Accumulate = "exact",
     chunk_bytes: int | None = None,
 ) -> Tensor:
-    """KL(teacher || student) over the tokens of which the teacher's log-probabilities are known; no logits as a whole.
+    """KL(teacher || student) over the tokens with known teacher log-probabilities; logits are never stored in full.
 
     Equivalent to::
 

@@ -57,7 +57,7 @@ def linear_preference(
     num_items: int | Tensor | None = None,
     **options: Any,
 ) -> PairTerms:
-    """The loss of pairs of answers: DPO's eleven, CPO, SimPO or ORPO.
+    """The loss of pairs of answers: one of DPO's eleven losses, CPO, SimPO or ORPO.
 
     Equivalent to::
 

@@ -49,7 +49,7 @@ def linear_grpo(
     max_tokens: int | None = None,
     **options: Any,
 ) -> GrpoTerms:
-    """The loss of answers with advantages: grpo, bnpo, dr_grpo, dapo, gspo, cispo or sapo.
+    """The policy loss of answers with advantages: grpo, bnpo, dr_grpo, dapo, gspo, cispo or sapo.
 
     Equivalent to::
 

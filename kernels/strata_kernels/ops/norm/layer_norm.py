@@ -92,8 +92,8 @@ def _plain(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) ->
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """`torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)`, fused; computed in fp32, rounded once.
 
-    Autocast changes nothing: what it would do in fp32 is done in fp32 anyway, and the result keeps the dtype of x.
-    Under `torch.func` all is plain PyTorch.
+    Autocast has no effect: the arithmetic is fp32 in any case, and the result keeps the dtype of x. Under `torch.func`
+    the operator is plain PyTorch.
 
     Args:
         x: [..., D], bf16 | fp16 | fp32 | fp64, of any strides. fp64 runs in plain PyTorch on every device.

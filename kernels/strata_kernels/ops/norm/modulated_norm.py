@@ -232,14 +232,14 @@ def modulated_rms_norm(
     *,
     offset: float = 0.0,
 ) -> Tensor:
-    """An RMSNorm whose result a condition scales and shifts.
+    """RMSNorm with a scale and a shift from a condition.
 
     Equivalent to::
 
         y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (offset + weight)
         y = y * (1 + scale) + shift              # of each row, where they have fewer axes than x
 
-    computed in fp32 and rounded once. Under `torch.func` all is plain PyTorch.
+    computed in fp32 and rounded once. Under `torch.func` the operator is plain PyTorch.
 
     Args:
         x: [..., D], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides. More than 65536 features run in plain
@@ -271,7 +271,7 @@ def modulated_layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """A LayerNorm whose result a condition scales and shifts: `modulate(norm(x), shift, scale)` of DiT.
+    """LayerNorm with a scale and a shift from a condition: `modulate(norm(x), shift, scale)` in DiT.
 
     Equivalent to::
 

@@ -181,12 +181,12 @@ def rms_norm(
 ) -> Tensor:
     """`(offset + weight) * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)`, fused.
 
-    The mean is taken in fp32. Under `torch.func` all is plain PyTorch. `cast` says where values are rounded to the
-    dtype of x, as models differ in it:
+    The mean is computed in fp32. Under `torch.func` the operator is plain PyTorch. `cast` selects where values are
+    rounded to the dtype of x, which differs between models:
 
     - "llama": after the normalization, before the weight (Llama, Qwen, Mistral).
     - "gemma": once, at the end; with the default offset of 0 this is `torch.nn.functional.rms_norm`.
-    - "none": rstd, the normalization and the product, as arithmetic without any cast rounds.
+    - "none": after each operation (rstd, the normalization, the product), as arithmetic without casts rounds.
 
     Args:
         x: [..., D], bf16 | fp16 | fp32 | fp64, of any strides. fp64 runs in plain PyTorch on every device.
@@ -236,8 +236,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """`h = x + residual; y = rms_norm(h, weight, eps, offset=offset, cast=cast)`, fused; returns y and h.
 
-    h is rounded as PyTorch rounds the sum, and y is computed from the rounded h. It is plain PyTorch under
-    `torch.func`.
+    h is rounded as PyTorch rounds the sum, and y is computed from the rounded h. Under `torch.func` the operator is
+    plain PyTorch.
 
     Args:
         x: [..., D], bf16 | fp16 | fp32 | fp64, of any strides. fp64 runs in plain PyTorch on every device.
