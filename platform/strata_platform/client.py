@@ -1,4 +1,4 @@
-"""The client: ten verbs for runs, the same for local processes and on a cluster, with Flyte or without.
+"""The client: ten methods for runs, the same for local processes and on a cluster, with Flyte or without.
 
     client = connect()                         # this machine; connect("flyte") is a cluster
     run = client.submit(load_spec("my.yaml"))
@@ -6,7 +6,7 @@
         print(line.prefix, line.text)
     client.outputs(run.name).model
 
-The verbs return the types of `strata_platform.runs` and raise the errors of `strata_platform.errors`.
+The methods return the types of `strata_platform.runs` and raise the errors of `strata_platform.errors`.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def connect(
     project: str | None = None,
     poll: float = 1.0,
 ) -> Client:
-    """A client of this machine, or of the cluster that the environment names.
+    """A client for this machine, or for the cluster that the environment names.
 
-    KUBECONFIG and, for Flyte, FLYTECTL_CONFIG name the cluster, as for their own tools; STRATA_PROJECT and
-    STRATA_DOMAIN default to flytesnacks and development, and `project` replaces the former. `image` and `version`: see
-    FlyteBackend; KubernetesBackend takes an image only.
+    KUBECONFIG and, for Flyte, FLYTECTL_CONFIG name the cluster, as they do for kubectl and flytectl. STRATA_PROJECT and
+    STRATA_DOMAIN default to flytesnacks and development; `project` overrides STRATA_PROJECT. FlyteBackend describes
+    `image` and `version`; KubernetesBackend takes only an image.
 
     Raises BackendError if the packages for a cluster are not installed.
     """
@@ -100,7 +100,7 @@ def prices_of_cluster(project: str | None = None) -> Prices | None:
 
 
 class Client:
-    """Submits runs and follows them. `poll` is the number of seconds between two looks at a run."""
+    """Submits and follows runs. `poll`: seconds between two queries of a run."""
 
     def __init__(self, backend: Backend | None = None, *, poll: float = 1.0) -> None:
         if backend is None:
@@ -113,7 +113,7 @@ class Client:
     def submit(self, spec: RunSpec, *, force: bool = False) -> Run:
         """Start a run, or continue the one in the spec's folder; returns at once.
 
-        A run that is known to have succeeded with this very spec is returned as it is; `force` starts it anyway.
+        A run that has already succeeded with the same spec is returned unchanged; `force` starts it anyway.
 
         Raises:
             DoesNotFit: the estimate exceeds the memory of the GPUs; `force` submits the run anyway.
@@ -132,7 +132,7 @@ class Client:
         return self.backend.get(name)
 
     def wait(self, name: str, *, timeout: float | None = None, show: Callable[[Run], None] | None = None) -> Run:
-        """The run after it has ended in any way; `show` is called with it at every look before.
+        """Wait until the run has ended, and return it; `show` is called with the run at every query before that.
 
         Raises:
             RunNotFound: no run has this name.
@@ -157,8 +157,8 @@ class Client:
     def logs(self, name: str, *, follow: bool = False, show: Callable[[Run], None] | None = None) -> Iterator[LogLine]:
         """The lines that the run's processes printed, all ranks in the order of time.
 
-        With `follow` also later lines, over restarts and preemptions, until the run ends; `show` is called with the
-        run's state while there are none, every few seconds.
+        With `follow`, also later lines, across restarts and preemptions, until the run ends. While there are no new
+        lines, `show` is called with the run's state every few seconds.
         """
         pause = self._pause(follow)
         if pause is not None and show is not None:
@@ -166,9 +166,9 @@ class Client:
         return self.backend.logs(name, pause)
 
     def metrics(self, name: str, *, follow: bool = False) -> Iterator[MetricPoint]:
-        """The run's steps. A step that was repeated after a restart comes again, with a higher `attempt`.
+        """The metrics of the run's steps. A step repeated after a restart appears again with a higher `attempt`.
 
-        With `follow` also later steps, until the run ends.
+        With `follow`, also later steps, until the run ends.
         """
         return self.backend.metrics(name, self._pause(follow))
 
@@ -203,9 +203,9 @@ class Client:
         return self.backend.list(limit, owner)
 
     def held(self, *, since: float = 0.0) -> Iterator[tuple[Run, Sequence[Held] | None]]:
-        """What every submission since a time held, the newest first, however it ended; None if that is not known.
+        """The submissions since a time, the newest first, and the resources that each held; None if not known.
 
-        A run that was submitted several times comes several times.
+        A run that was submitted several times appears several times.
         """
         return self.backend.held(since)
 

@@ -122,7 +122,7 @@ Name = Annotated[
 GpuResource = Annotated[
     str,
     Field(pattern=r"^(nvidia|amd)\.com/[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$"),
-    Allowed("a resource of NVIDIA's or AMD's device plugin, such as amd.com/gpu; no others' devices train"),
+    Allowed("a resource of NVIDIA's or AMD's device plugin, such as amd.com/gpu; other devices are not supported"),
 ]
 _QuantityText = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
 Quantity = Annotated[
@@ -139,7 +139,7 @@ ObjectName = Annotated[
     Allowed("`module:Class`, or `entry-point:name` of an installed package"),
 ]
 FunctionName = Annotated[str, Field(pattern=rf"^{_MODULE}:[A-Za-z_]\w*$"), Allowed("`module:function`")]
-Arguments = Annotated[dict[str, Any], AfterValidator(_storable), Allowed("names and values")]
+Arguments = Annotated[dict[str, Any], AfterValidator(_storable), Allowed("a mapping of names to values")]
 
 
 class Section(BaseModel):
