@@ -12,6 +12,9 @@ from tasks.runtime.data.formats.own_format import is_own, own_columns
 from tasks.runtime.data.formats.token_rows import COLUMN as TOKENS
 from tasks.runtime.data.reading.rows import Row, RowError, suggestion
 
+SEGMENTS = "segments"
+"""Column of axolotl's `input_output`: texts, and whether they carry loss."""
+
 
 def choose_format(recipe: DataRecipe, rows: list[Row]) -> tuple[str, tuple[str, ...]]:
     """Name and columns of the format of a source, judged by its first `rows`, at least one.
@@ -37,9 +40,8 @@ def choose_format(recipe: DataRecipe, rows: list[Row]) -> tuple[str, tuple[str, 
     _require_columns(data, available)
     if shape is None:
         raise ValueError(
-            f"data.format 'auto' recognizes none of the columns {', '.join(map(repr, present))}; it looks for "
-            f"{known_shapes(data)}; set data.messages_column, data.prompt_column and data.completion_column, or "
-            "data.text_column"
+            f"data.format 'auto' recognizes none of the columns {', '.join(map(repr, present))}; "
+            f"{_unknown_advice(recipe, present)}"
         )
     if shape.format == "tokens" and recipe.objective in LABELLED:
         raise ValueError(
@@ -53,6 +55,29 @@ def choose_format(recipe: DataRecipe, rows: list[Row]) -> tuple[str, tuple[str, 
             f"data.completion_column{_token_advice(recipe.objective, present)}"
         )
     return _as_chat(shape, rows)
+
+
+def _unknown_advice(recipe: DataRecipe, present: list[str]) -> str:
+    """What to do with columns that form no format, or none for the objective."""
+    data = recipe.data
+    chosen, rejected = data.chosen_column or "chosen", data.rejected_column or "rejected"
+    if {chosen, rejected} <= {*present}:
+        field = "completion_column" if (data.prompt_column or "prompt") in present else "messages_column"
+        instead = (
+            "give each answer a row of its own, with a label"
+            if recipe.objective in LABELLED
+            else f"set data.{field} to {chosen!r} to learn these answers alone"
+        )
+        return f"they hold pairs of answers: set objective.type to 'dpo' or another objective of pairs, or {instead}"
+    if SEGMENTS in present:
+        return (
+            f"{SEGMENTS!r} holds parts of a text with a label each: give token ids, with labels of -100 for the parts "
+            "without loss, or write a format of your own"
+        )
+    return (
+        f"it looks for {known_shapes(data)}; set data.messages_column, data.prompt_column and data.completion_column, "
+        "or data.text_column"
+    )
 
 
 def _token_advice(objective: str, present: list[str]) -> str:

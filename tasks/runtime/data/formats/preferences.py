@@ -64,13 +64,13 @@ def _chat(row: Row, column: str, prompt: list[str], data: Data) -> Messages:
         raise RowError(
             f"{row.where}: column {column!r} has an answer without a prompt before it; set data.prompt_column"
         )
-    if _starts_with(messages, prompt_messages):
+    if starts_with(messages, prompt_messages):
         return messages
     if messages[0]["role"] == "assistant":
         return [*prompt_messages, *messages]
     # A chat may have more messages before the prompt: a system message, or earlier turns.
     if any(
-        _starts_with(messages[start:-1], prompt_messages) for start in range(1, len(messages) - len(prompt_messages))
+        starts_with(messages[start:-1], prompt_messages) for start in range(1, len(messages) - len(prompt_messages))
     ):
         return messages
     raise RowError(
@@ -79,7 +79,8 @@ def _chat(row: Row, column: str, prompt: list[str], data: Data) -> Messages:
     )
 
 
-def _starts_with(messages: Messages, prompt_messages: Messages) -> bool:
+def starts_with(messages: Messages, prompt_messages: Messages) -> bool:
+    """Whether a chat begins with the messages of a prompt."""
     return [*map(_message_key, messages[: len(prompt_messages)])] == [*map(_message_key, prompt_messages)]
 
 

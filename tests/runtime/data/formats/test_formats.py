@@ -37,11 +37,9 @@ class Form(NamedTuple):
 
     @property
     def objective(self) -> str:
-        if "rejected" in self.row:
-            return "reward" if "under `reward`" in self.name else "dpo"
-        if "under `kto`" in self.name:
-            return "kto"
-        return "pretrain" if "under `pretrain`" in self.name else "sft"
+        if named := re.search(r"under `(\w+)`", self.name):
+            return named[1]
+        return "dpo" if "rejected" in self.row else "sft"
 
     @property
     def data(self) -> dict[str, Any]:
