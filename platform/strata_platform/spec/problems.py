@@ -27,7 +27,7 @@ from strata_platform.spec.describe import (
     literals,
     sections,
 )
-from strata_platform.spec.other_names import OTHER_NAMES
+from strata_platform.spec.other_names import NAMES_IN_SOURCES, NO_FIELDS, OTHER_NAMES, OTHER_VALUES
 
 Spec = TypeVar("Spec", bound=BaseModel)
 
@@ -180,40 +180,58 @@ def _wrong_value(model: type[BaseModel], item: ErrorDetails, location: _Location
     given, message = item["input"], "not a valid value"
     if item["type"] == "string_type" and not isinstance(given, list | tuple | dict | None):
         message = "not text, put it in quotes"
-    suggestion = closest_match(given, location.options)
+    suggestion = _other_value(location.keys, given) or closest_match(given, location.options)
     return _Finding(Problem(location.path, message, format_value(given), location.wanted, suggestion), location.keys)
+
+
+def _other_value(keys: tuple[str, ...], given: Any) -> str | None:
+    """What others call `given` in the field that `keys` lead to. Sources have the fields of `data`."""
+    if not isinstance(given, str | int):
+        return None
+    return OTHER_VALUES.get(f"{keys[0]}.{keys[-1]}", {}).get(str(given).lower().removeprefix("torch."))
 
 
 def _unknown_field(model: type[BaseModel], item: ErrorDetails, location: _Location) -> _Finding:
     name, fields = location.keys[-1], location.owner.model_fields
-    message, suggestion = "no such field", closest_match(name, fields)
+    message, allowed = "no such field", None
     having = [repr(tag) for tag, section in location.alternatives.items() if name in section.model_fields]
-    if meant := _known_elsewhere(location):
-        suggestion = meant
-    elif having:
-        message = f"a field of type {join_or(having)} alone"
+    suggestion = _within(location)
+    if suggestion is None and having:
+        message, allowed = f"a field of type {join_or(having)} alone", ", ".join(fields)
+    elif suggestion is None and (suggestion := _other_name(location)) is None and name in NO_FIELDS:
+        message = f"{message}; {NO_FIELDS[name]}"
     elif suggestion is None:
-        suggestion = _elsewhere(model, name)
-    return _Finding(Problem(location.path, message, allowed=", ".join(fields), suggestion=suggestion), location.keys)
+        closest, elsewhere = closest_match(name, fields), _elsewhere(model, name)
+        # `alpha` in an adapter is `lora_alpha`, but `packing` at the top is not `tracking`.
+        is_elsewhere = elsewhere is not None and (closest is None or len(location.keys) == 1)
+        suggestion, allowed = (elsewhere, None) if is_elsewhere else (closest, ", ".join(fields))
+    return _Finding(Problem(location.path, message, allowed=allowed, suggestion=suggestion), location.keys)
 
 
-def _known_elsewhere(location: _Location) -> str | None:
-    """The path of the field that is meant: one of that name in a section of `owner`, or what others call so."""
+def _within(location: _Location) -> str | None:
+    """The path of a field of that name in a section of the owner."""
     *above, name = location.keys
-    if above:
-        for key, field in location.owner.model_fields.items():
-            if any(name in section.model_fields for section in sections(field).values()):
-                return ".".join((*above, key, name))
+    for key, field in location.owner.model_fields.items() if above else ():
+        if any(name in section.model_fields for section in sections(field).values()):
+            return ".".join((*above, key, name))
+    return None
+
+
+def _other_name(location: _Location) -> str | None:
+    """The path of the field that others call so, unless the owner is a variant of its section without it."""
+    *above, name = location.keys
+    if above[:1] == ["data"] and name in NAMES_IN_SOURCES:
+        return NAMES_IN_SOURCES[name]
     meant = OTHER_NAMES.get(name)
     if meant is None:
         return None
-    section, field_name = meant.split(".")[:2]
-    return meant if [section] != above or field_name in location.owner.model_fields else None
+    section, *field = meant.split(".")
+    return meant if [section] != above or field[0] in location.owner.model_fields else None
 
 
 def _elsewhere(model: type[BaseModel], name: str) -> str | None:
-    """The path of a field called `name` in another section."""
-    for key, field in model.model_fields.items():
+    """The path of a field called `name` in another section; not of names that many sections have."""
+    for key, field in model.model_fields.items() if name not in ("name", "type") else ():
         for section in sections(field).values():
             if name in section.model_fields:
                 return f"{key}.{name}"
@@ -226,9 +244,18 @@ def _missing(model: type[BaseModel], item: ErrorDetails, location: _Location) ->
     return _Finding(Problem(location.path, "required", allowed=location.wanted), location.keys[:-1])
 
 
+_TYPED = ("optimizer", "schedule")
+
+
 def _not_a_section(model: type[BaseModel], item: ErrorDetails, location: _Location) -> _Finding:
-    message = "empty; leave it out for its defaults" if item["input"] is None else "not a section"
-    return _Finding(Problem(location.path, message, format_value(item["input"]), location.wanted), location.keys)
+    given = item["input"]
+    message = "empty; leave it out for its defaults" if given is None else "not a section"
+    # As in `adapter: lora` or `model: Qwen/Qwen3-8B`.
+    inner = {"model": "name", "data": "source", "runtime": "framework"}.get(location.path)
+    if (location.field is not None and location.field.discriminator is not None) or location.path in _TYPED:
+        inner = "type"
+    suggestion = f"{location.path}.{inner}" if inner and isinstance(given, str) else None
+    return _Finding(Problem(location.path, message, format_value(given), location.wanted, suggestion), location.keys)
 
 
 def _wrong_type(model: type[BaseModel], item: ErrorDetails, location: _Location) -> _Finding:
@@ -240,10 +267,11 @@ def _wrong_type(model: type[BaseModel], item: ErrorDetails, location: _Location)
     if not isinstance(item["input"], Mapping):
         return _not_a_section(model, item, location)
     given = item["input"]["type"]
-    suggestion = closest_match(given, sections(location.field))
+    suggestion = _other_value((*location.keys, "type"), given) or closest_match(given, sections(location.field))
     problem = Problem(path, "not a valid value", format_value(given), allowed, suggestion)
     # With the suggested type, the section's other fields are checked, too.
-    return _Finding(problem, (*location.keys, "type") if suggestion else location.keys, suggestion)
+    instead = suggestion.split()[0] if suggestion else None
+    return _Finding(problem, (*location.keys, "type") if suggestion else location.keys, instead)
 
 
 def _validator_message(model: type[BaseModel], item: ErrorDetails, location: _Location) -> _Finding:

@@ -8,7 +8,8 @@ import pytest
 from strata_platform.errors import SpecError
 from strata_platform.spec import RunSpec
 from strata_platform.spec.describe import sections
-from strata_platform.spec.other_names import OTHER_NAMES
+from strata_platform.spec.other_names import NAMES_IN_SOURCES, NO_FIELDS, OTHER_NAMES, OTHER_VALUES
+from strata_platform.spec.sections.data import Reading
 
 
 @pytest.mark.parametrize("name", OTHER_NAMES)
@@ -23,8 +24,14 @@ def test_the_page_for_users_of_other_trainers_has_the_names_that_errors_know():
     page = (Path(__file__).parents[3] / "docs/other-trainers.md").read_text()
     rows = re.findall(r"^\| (`.*?) \| `([\w.]+)` \|", page.split("## Names")[1], re.MULTILINE)
     listed = {name: field for names, field in rows for name in re.findall(r"`(\w+)`", names)}
-    settings = {name: field for name, field in OTHER_NAMES.items() if not field.startswith("objective.")}
-    assert listed == settings | {"rl": "objective.type"}
+    of_objectives = {name for name, field in OTHER_NAMES.items() if re.match(r"objective\.(?!type$)", field)}
+    assert listed == {name: field for name, field in OTHER_NAMES.items() if name not in of_objectives}
+
+
+def test_the_page_has_the_names_without_a_field():
+    page = (Path(__file__).parents[3] / "docs/other-trainers.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \|", page.split("## Names without a field")[1], re.MULTILINE)
+    assert {name for names in rows for name in re.findall(r"`(\w+)`", names)} == {*NO_FIELDS}
 
 
 @pytest.mark.parametrize(
@@ -33,6 +40,8 @@ def test_the_page_for_users_of_other_trainers_has_the_names_that_errors_know():
         ("adapter", "lora_r", 8, "adapter.r"),
         ("optimizer", "learning_rate", 1e-5, "optimizer.lr"),
         ("data", "sequence_len", 2048, "data.sequence_length"),
+        ("model", "template", "llama3", "data.chat_template"),
+        ("training", "run_name", "a", "name"),
     ],
 )
 def test_a_name_of_another_trainer_leads_to_the_field_from_its_section_and_from_the_top(section, name, value, meant):
@@ -64,3 +73,60 @@ def test_a_setting_that_an_objective_lacks_is_not_sought_in_it():
         RunSpec.model_validate({"objective": {"type": "dpo", "num_generations": 4}})
     with pytest.raises(SpecError, match=r"objective\.temperature: a field of type 'distill' alone"):
         RunSpec.model_validate({"objective": {"type": "dpo", "temperature": 0.7}})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "meant"),
+    [
+        ("gradient_checkpointing", True, "training.gradient_checkpointing"),
+        ("packing", True, "data.packing"),
+        ("report_to", "none", "tracking.report_to"),
+        ("streaming", True, "data.streaming"),
+    ],
+)
+def test_a_field_of_a_section_is_not_taken_for_a_section_that_is_merely_alike(name, value, meant):
+    """`gradient_checkpointing` is like `checkpoint`, `packing` like `tracking`. The sections are not listed again."""
+    with pytest.raises(SpecError) as error:
+        RunSpec.model_validate({name: value})
+    assert [str(problem) for problem in error.value.problems] == [f"{name}: no such field; did you mean '{meant}'?"]
+
+
+@pytest.mark.parametrize("name", NO_FIELDS)
+def test_a_name_without_a_field_is_answered_by_what_to_do(name):
+    with pytest.raises(SpecError) as error:
+        RunSpec.model_validate({name: "a"})
+    assert [str(problem) for problem in error.value.problems] == [f"{name}: no such field; {NO_FIELDS[name]}"]
+
+
+@pytest.mark.parametrize("name", NAMES_IN_SOURCES)
+def test_names_of_axolotl_within_a_source_lead_to_fields_of_it(name):
+    meant = NAMES_IN_SOURCES[name]
+    assert meant in Reading.model_fields
+    for data in ({"source": "a", name: "b"}, {"sources": [{"source": "a", name: "b"}]}):
+        with pytest.raises(SpecError, match=rf"\.{name}: no such field; did you mean '{meant}'\?"):
+            RunSpec.model_validate({"data": data})
+
+
+def test_values_of_other_trainers_lead_to_values_that_there_are():
+    assert OTHER_VALUES["optimizer.type"]["adamw_torch"] == "adamw"
+    for path, values in OTHER_VALUES.items():
+        section, name = path.split(".")
+        variant = {"adapter": {"type": "lora"}, "objective": {"type": "dpo"}}.get(section, {}) if name != "type" else {}
+        for value, meant in values.items():
+            written = {"true": True, "false": False}.get(value, value)
+            spec = {"model": {"name": "folder"}, section: variant | {name: written}}
+            spec["model"] |= spec.pop("model") if section == "model" else {"name": "folder"}
+            with pytest.raises(SpecError) as error:
+                RunSpec.model_validate(spec | {"data": {"source": "a", **spec.get("data", {})}})
+            problem = error.value.problems[0]
+            assert (problem.path, problem.suggestion) == (path, meant)
+            first = meant.split()[0]
+            assert first in (problem.allowed or "") or first.startswith(("[", "objective.type:")), path
+
+
+def test_a_section_that_is_given_as_its_main_value_names_the_field_of_it():
+    given = {"model": "some/model", "data": "a.jsonl", "adapter": "lora", "optimizer": "adamw_torch"}
+    with pytest.raises(SpecError) as error:
+        RunSpec.model_validate(given | {"schedule": "cosine", "parallel": "fsdp"})
+    expected = ["model.name", "data.source", "adapter.type", "optimizer.type", "schedule.type", "parallel.type"]
+    assert {problem.suggestion for problem in error.value.problems} == {*expected}

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from strata_platform.spec.describe import Allowed
+from strata_platform.spec.describe import Allowed, closest_match
 from strata_platform.spec.sections.fields import (
     Arguments,
     Count,
@@ -45,7 +45,28 @@ def _is_jinja(text: str) -> bool:
 
 def _template(value: str) -> str:
     if value != "alpaca" and not _is_jinja(value) and not is_template_file(value):
-        raise ValueError("neither 'alpaca', nor a .jinja file, nor a Jinja text, which contains {{ or {%")
+        raise ValueError(
+            "neither 'alpaca', nor a .jinja file, nor a Jinja text, which contains {{ or {%; a chat template is set "
+            "by data.chat_template"
+        )
+    return value
+
+
+CHAT_TEMPLATES = ("chatml", "llama3")
+"""Built-in templates of chats."""
+
+
+def _chat_template(value: str) -> str:
+    if value not in CHAT_TEMPLATES and not value.endswith(".jinja"):
+        near = closest_match(value, CHAT_TEMPLATES)
+        hint = f"did you mean {near!r}?" if near else "leave it out for the tokenizer's own template"
+        raise ValueError(f"neither a built-in template nor a .jinja file; {hint}")
+    return value
+
+
+def _whole_split(value: str) -> str:
+    if "[" in value:
+        raise ValueError("a part of a split; name the split, and set max_samples to read its first rows only")
     return value
 
 
@@ -85,7 +106,7 @@ class Reading(Section):
         None,
         description="Configuration of a Hub data set, or of a folder whose card (`README.md`) lists configurations.",
     )
-    split: Text = Field(
+    split: Annotated[Text, AfterValidator(_whole_split)] = Field(
         "train",
         description="Split to read: of a Hub data set, or of a folder whose file names contain splits, such as "
         "`train.jsonl`.",
@@ -276,9 +297,9 @@ class Data(Reading):
         description="Several sources instead of `source`. Each has a weight, its own validation rows, and the fields "
         "of `data` about reading.",
     )
-    chat_template: Text | None = Field(
-        None, description="Chat template: `chatml`, `llama3`, or a .jinja file; by default the tokenizer's own."
-    )
+    chat_template: (
+        Annotated[Text, AfterValidator(_chat_template), Allowed("'chatml', 'llama3', or a .jinja file")] | None
+    ) = Field(None, description="Chat template: `chatml`, `llama3`, or a .jinja file; by default the tokenizer's own.")
     train_on: Annotated[TrainOn | None, Allowed("'completions', 'last_turn', 'all', a list of roles, or null")] = Field(
         None,
         description="Which tokens carry loss: `completions` (all assistant turns), `last_turn` (the last assistant "

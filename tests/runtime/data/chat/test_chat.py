@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from strata_platform.spec.sections.data import Data
+from strata_platform.spec.sections.data import CHAT_TEMPLATES, Data
 from tasks.runtime.data.chat.messages import is_empty_answer, messages_of
 from tasks.runtime.data.chat.template import ChatTemplate
-from tasks.runtime.data.chat.template_source import resolve_template
+from tasks.runtime.data.chat.template_source import NAMED_TEMPLATES, resolve_template
 from tasks.runtime.data.formats.known_formats import make_format
 from tasks.runtime.data.preparation.encode import Encoder
 from tasks.runtime.data.preparation.tokenizer import train_tokenizer
@@ -623,3 +623,7 @@ def test_a_turn_of_reasoning_or_calls_alone_is_an_answer() -> None:
     assert [is_empty_answer(one) for one in (EMPTY, call, {**EMPTY, "thinking": "Hm."}, TALK[1] | {"content": ""})] == [
         True, False, False, False,
     ]  # fmt: skip
+
+
+def test_a_spec_takes_the_templates_that_are_built_in() -> None:
+    assert tuple(NAMED_TEMPLATES) == CHAT_TEMPLATES
