@@ -89,7 +89,8 @@ FAMILIES: dict[str, _Family] = {
 _BIAS_DEFAULTS = {"qkv_bias": True, "use_bias": True}
 # Configurations of models for more than text, and the model_type of their language model.
 _TEXT_PARTS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
-_ENDINGS = ("-instruct", "-base", "-chat", "-it")
+# Parts of names of trained variants, which have the shape of the model that they were trained from.
+_VARIANTS = ("2507", "instruct", "thinking", "base", "chat", "it")
 
 
 def shape_of(name: str, config: Path | None = None) -> ModelShape:
@@ -100,9 +101,8 @@ def shape_of(name: str, config: Path | None = None) -> ModelShape:
     file = config or Path(name) / "config.json"
     if config is not None or file.exists():
         return _read(file)
-    plain = name.rpartition("/")[2].lower()
-    for ending in _ENDINGS:
-        plain = plain.removesuffix(ending)
+    parts = name.rpartition("/")[2].lower().split("-")
+    plain = "-".join(part for part in parts if part not in _VARIANTS)
     if plain in KNOWN:
         return KNOWN[plain]
     raise SpecError(

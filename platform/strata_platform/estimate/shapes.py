@@ -192,15 +192,15 @@ def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: in
 
 _llama = partial(ModelShape, vocabulary=128256)
 
-# Keys are Hub ids without their owner and without endings such as -Instruct.
+# Keys are Hub ids without their owner and without parts such as -Instruct.
 KNOWN: dict[str, ModelShape] = {
     "tiny-llama": ModelShape(256, 704, 4, 4, 2, 64, 4096, tied=True),
     "llama-3.2-1b": _llama(2048, 8192, 16, 32, 8, 64, tied=True),
     "llama-3.2-3b": _llama(3072, 8192, 28, 24, 8, 128, tied=True),
     "llama-3.1-8b": _llama(4096, 14336, 32, 32, 8, 128),
-    "meta-llama-3-8b": _llama(4096, 14336, 32, 32, 8, 128),
     "llama-3.1-70b": _llama(8192, 28672, 80, 64, 8, 128),
     "llama-3.3-70b": _llama(8192, 28672, 80, 64, 8, 128),
+    **dict.fromkeys(("mistral-7b-v0.1", "mistral-7b-v0.2"), ModelShape(4096, 14336, 32, 32, 8, 128, 32000)),
     "mistral-7b-v0.3": ModelShape(4096, 14336, 32, 32, 8, 128, 32768),
     "smollm2-135m": ModelShape(576, 1536, 30, 9, 3, 64, 49152, tied=True),
     "smollm2-360m": ModelShape(960, 2560, 32, 15, 5, 64, 49152, tied=True),
@@ -219,3 +219,7 @@ KNOWN: dict[str, ModelShape] = {
     "qwen3-14b": _qwen3(5120, 17408, 40, 40, 8),
     "qwen3-32b": _qwen3(5120, 25600, 64, 64, 8),
 }
+# Qwen2 has the shapes of Qwen2.5, and Llama those of its first releases, under which copies are published.
+KNOWN |= {f"qwen2-{size}": KNOWN[f"qwen2.5-{size}"] for size in ("0.5b", "1.5b", "7b", "72b")}
+KNOWN |= {f"meta-llama-{version}-8b": KNOWN["llama-3.1-8b"] for version in ("3", "3.1")}
+KNOWN |= {f"meta-llama-{version}-70b": KNOWN["llama-3.1-70b"] for version in ("3", "3.1")}

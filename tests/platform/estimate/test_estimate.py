@@ -113,7 +113,18 @@ def test_recomputation_ends_before_the_last_projection():
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("meta-llama/Llama-3.1-8B-Instruct", 8.030), ("Qwen/Qwen3-4B", 4.022), ("HuggingFaceTB/SmolLM2-135M", 0.1345)],
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", 8.030),
+        ("NousResearch/Meta-Llama-3.1-8B", 8.030),
+        ("meta-llama/Meta-Llama-3-70B", 70.554),
+        ("mistralai/Mistral-7B-Instruct-v0.2", 7.242),
+        ("mistralai/Mistral-7B-v0.1", 7.242),
+        ("Qwen/Qwen2-0.5B-Instruct", 0.494),
+        ("Qwen/Qwen2-7B", 7.616),
+        ("Qwen/Qwen3-4B", 4.022),
+        ("Qwen/Qwen3-4B-Instruct-2507", 4.022),
+        ("HuggingFaceTB/SmolLM2-135M", 0.1345),
+    ],
 )
 def test_known_models_have_their_published_sizes(name, billions):
     assert shape_of(name).parameters / 1e9 == pytest.approx(billions, abs=5e-4)
