@@ -1,7 +1,8 @@
 """Tools in chats: the tools that a row offers, and the tool calls in its messages.
 
 Columnar files give every object the keys of all objects, so an argument that a call does not have is null. These nulls
-are dropped, or a model would learn to write them. Arguments and tools that are JSON strings stay strings. If the chat
+are dropped, or a model would learn to write them. Arguments and tools that are JSON strings stay strings. A function
+that is offered without the object around it gets it: with servers, the model will see no other form. If the chat
 template would render such arguments in quotes, as many templates for calls with objects do, the row is rejected.
 """
 
@@ -29,7 +30,13 @@ def tools_of(row: Row) -> Tools | None:
             f"{row.where}: column {COLUMN!r} holds {describe_type(value)}, not a list of objects or a JSON string of "
             "one; rename the column if it does not hold the tools of a chat"
         )
-    return tools
+    return [_as_served(tool) for tool in tools]
+
+
+def _as_served(tool: dict[str, Any]) -> dict[str, Any]:
+    """The tool as servers pass it to the template: a bare function, as in ShareGPT data with tools, gets its type."""
+    is_bare = isinstance(tool.get("name"), str) and tool.keys().isdisjoint(("type", "function"))
+    return {"type": "function", "function": tool} if is_bare else tool
 
 
 def _parsed(row: Row, text: str) -> Any:

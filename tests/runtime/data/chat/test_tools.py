@@ -64,11 +64,24 @@ def prepared(folder, source, **values):
     return prepare(DataRecipe.from_spec(spec, fingerprint(spec)), folder / "out", report=print)
 
 
-@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)], ids=["list", "json"])
+BARE = [tool["function"] for tool in TOOLS]
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [TOOLS, json.dumps(TOOLS), BARE, json.dumps(BARE)],
+    ids=["list", "json", "functions alone", "json of functions alone"],
+)
 def test_tools_are_told_and_calls_are_learned(tokenizer, tools):
     ((before, turns),) = read(tokenizer, {"messages": TALK, "tools": tools})
     assert before == f"tools: {json.dumps(TOOLS)}\n<|im_start|>user\nParis?<|im_end|>\n<|im_start|>assistant\n"
     assert turns == [f"<call>{json.dumps(CALL)}</call><|im_end|>", "Sunny.<|im_end|>"]
+
+
+@pytest.mark.parametrize("tool", [{"type": "search"}, {"type": "custom", "name": "a"}, {"description": "b"}])
+def test_a_tool_that_is_no_bare_function_is_passed_as_it_is(tokenizer, tool):
+    ((before, _),) = read(tokenizer, {"messages": TALK, "tools": [tool]})
+    assert before.startswith(f"tools: {json.dumps([tool])}\n")
 
 
 @pytest.mark.parametrize("tools", [None, [], "", "[]", "null"], ids=["null", "none", "empty", "json-none", "json-null"])

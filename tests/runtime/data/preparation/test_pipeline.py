@@ -534,7 +534,7 @@ def test_a_folder_that_is_no_prepared_data(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no prepared data"):
         PreparedData.load(tmp_path)
     (tmp_path / "manifest.json").write_text('{"version": 0, "kind": "prepared data"}')
-    with pytest.raises(ValueError, match="has prepared data of version 0, but this version of Strata reads version 7"):
+    with pytest.raises(ValueError, match="has prepared data of version 0, but this version of Strata reads version 8"):
         PreparedData.load(tmp_path)
     (tmp_path / "manifest.json").write_text('{"version"')
     with pytest.raises(ValueError, match=r"cannot read .*manifest.json"):
