@@ -9,7 +9,6 @@ from __future__ import annotations
 import http.client
 import json
 import logging
-import os
 import secrets
 import socket
 import tempfile
@@ -30,13 +29,14 @@ from tasks.runtime.generation.serving import (
     TOKEN,
     ServedModel,
     files_of,
+    is_open,
     requests_to_json,
     samples_from_json,
     sampling_to_json,
     shared_token,
 )
 from tasks.runtime.generation.vllm_engine import save_configuration
-from tasks.runtime.generation.weight_stream import GroupAddress, TransferBroken, WeightGroup, send_weights
+from tasks.runtime.generation.weight_stream import GroupAddress, TransferBroken, WeightGroup, gpu_of, send_weights
 from tasks.runtime.process.errors import Unreachable
 from tasks.runtime.process.ranks import Processes
 
@@ -188,12 +188,14 @@ class RemoteGenerator:
         """Send the weights of this version, unless another rank has."""
         connection = self._connection()
         try:
-            response = self._request(connection, "/weights", {"version": self._version, "device": self._device.type})
+            gpus = [gpu_of(self._device)] if self._device.type == "cuda" else []
+            asked = {"version": self._version, "device": self._device.type, "gpus": gpus}
+            response = self._request(connection, "/weights", asked)
             group = _line(response)["group"]
             if group is not None:
                 address = GroupAddress(host=self._host, loopback=self._host in LOOPBACK, **group)
                 weights = checkpoint_weights(self._model, self._dtype)
-                with WeightGroup(address, 0, self._device, is_whole=lambda: _is_open(response)) as members:
+                with WeightGroup(address, 0, self._device, is_whole=lambda: is_open(response)) as members:
                     send_weights(weights, members)
             ended = _line(response)
         except (OSError, http.client.HTTPException, TransferBroken) as error:
@@ -250,18 +252,6 @@ class RemoteGenerator:
 
     def _connection(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(self._host, self._port, timeout=_CONNECT_SECONDS)
-
-
-def _is_open(response: Any) -> bool:
-    """Whether more of the response is to come: the server has neither ended it nor is it gone."""
-    with socket.socket(fileno=os.dup(response.fileno())) as connection:
-        try:
-            connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return True
-        except OSError:
-            pass
-        return False
 
 
 def _line(response: Any) -> dict[str, Any]:

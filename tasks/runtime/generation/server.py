@@ -28,7 +28,6 @@ from threading import Lock, Thread, Timer
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-import torch
 import torch.distributed as dist
 
 from strata_platform.outcomes import BAD_INPUT, PREEMPTED
@@ -38,13 +37,14 @@ from tasks.runtime.generation.serving import (
     LOOPBACK,
     PORT,
     ServedModel,
+    is_open,
     requests_from_json,
     samples_to_json,
     sampling_from_json,
     shared_token,
 )
 from tasks.runtime.generation.vllm_engine import require_vllm
-from tasks.runtime.generation.weight_stream import GroupAddress
+from tasks.runtime.generation.weight_stream import GroupAddress, have_own_gpus, watched_sender
 
 log = logging.getLogger(__name__)
 
@@ -146,8 +146,17 @@ class GenerationServer(ThreadingHTTPServer):
                 self._session, self._version = key, None
             return {"weights": self._version}
 
-    def receive(self, asked: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """Get the weights of `version`, unless they are here. `tell` gets where the transfer takes place, or None."""
+    def receive(
+        self,
+        asked: dict[str, Any],
+        tell: Callable[[dict[str, Any]], None],
+        *,
+        is_there: Callable[[], bool] = lambda: True,
+    ) -> dict[str, Any]:
+        """Get the weights of `version`, unless they are here. `tell` gets where the transfer takes place, or None.
+
+        is_there: whether the process that sends them still is.
+        """
         with self._lock:
             served, version = self._require_session(asked), int(asked["version"])
             if self._version == version:
@@ -155,14 +164,16 @@ class GenerationServer(ThreadingHTTPServer):
                 return {"weights": version}
             # Those of a transfer that breaks off are no weights of any step.
             self._version = None
-            cuda = torch.cuda.is_available() and asked.get("device") == "cuda"
-            backend, size = "nccl" if cuda else "gloo", served.engine.receivers + 1
+            size = served.engine.receivers + 1
+            nccl = asked.get("device") == "cuda" and have_own_gpus(served.engine.receivers, asked.get("gpus", []))
+            backend = "nccl" if nccl else "gloo"
             prefix = uuid4().hex
             tell({"group": {"port": self._weights_port, "prefix": prefix, "size": size, "backend": backend}})
             here = "127.0.0.1" if self._host == "0.0.0.0" else self._host  # noqa: S104
             own = GroupAddress(here, self._weights_port, prefix, size, backend, loopback=self._host in LOOPBACK)
             try:
-                served.engine.receive(own)
+                with watched_sender(self._store, prefix, is_there):
+                    served.engine.receive(own)
             except Exception as error:
                 failure = LoadingFailed.of(error)
                 if failure.code == "failed":
@@ -311,7 +322,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(json.dumps(line).encode() + b"\n")
             self.wfile.flush()
 
-        ended = self.server.receive(asked, tell)
+        ended = self.server.receive(asked, tell, is_there=lambda: is_open(self.connection))
         self.wfile.write(json.dumps(ended).encode() + b"\n")
 
     def _size(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import os
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -136,3 +137,15 @@ def shared_token(host: str) -> str:
             "where the server and the run start, from a Secret of the cluster"
         )
     return token
+
+
+def is_open(connection: Any) -> bool:
+    """Whether more is to come over a connection, or a response: the other end has neither ended it nor is it gone."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as own:
+        try:
+            own.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False

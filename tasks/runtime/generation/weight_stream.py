@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ _BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
 # Between looks at work of NCCL, and at whether the other members are there.
 _PAUSE_SECONDS = 0.0002
 _LOOK_SECONDS = 0.5
+# In the store, once the sender is gone.
+_GONE = "gone"
 # Of each tensor in a part: views of another dtype begin at a multiple of its size.
 _ALIGNMENT = 16
 _DTYPES = {
@@ -64,8 +67,8 @@ class TransferBroken(RuntimeError):
 class WeightGroup:
     """A process group of one transfer, apart from the default group of the process. A context manager that ends it.
 
-    is_whole: whether the other members are still there, as far as this one can tell. NCCL itself would wait for one
-    that is gone.
+    is_whole: whether the other members are still there, as far as this one can tell; by default, whether nobody has
+    told the store otherwise (`watched_sender`). NCCL itself would wait for one that is gone.
 
     Raises:
         TransferBroken: the other members do not come in time.
@@ -77,9 +80,9 @@ class WeightGroup:
         rank: int,
         device: torch.device,
         *,
-        is_whole: Callable[[], bool] = lambda: True,
+        is_whole: Callable[[], bool] | None = None,
     ) -> None:
-        self._is_whole, self._of_nccl = is_whole, address.backend == "nccl"
+        self._of_nccl = address.backend == "nccl"
         timeout = timedelta(seconds=address.seconds)
         self.device = torch.device("cpu") if address.backend == "gloo" else device
         self._timeout = timeout
@@ -88,6 +91,7 @@ class WeightGroup:
                 address.host, address.port, is_master=False, timeout=timeout
             )
             store = dist.PrefixStore(address.prefix, store)  # type: ignore[attr-defined]
+            self._is_whole = is_whole or (lambda: not store.check([_GONE]))
             self._group = _MAKERS[address.backend](store, rank, address, timeout)
 
     def __enter__(self) -> WeightGroup:
@@ -127,6 +131,41 @@ class WeightGroup:
                 if now - began >= self._timeout.total_seconds() or not self._is_whole():
                     raise TransferBroken("a member of the transfer is gone, or did not come in time")
             time.sleep(_PAUSE_SECONDS)
+
+
+def gpu_of(device: torch.device) -> str:
+    """What tells a GPU from all others, on any machine."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def have_own_gpus(receivers: int, of_sender: Iterable[str]) -> bool:
+    """Whether this process' first `receivers` GPUs are none of the sender's: NCCL takes each GPU once."""
+    if not torch.cuda.is_available():
+        return False
+    return {gpu_of(torch.device("cuda", number)) for number in range(receivers)}.isdisjoint(of_sender)
+
+
+@contextmanager
+def watched_sender(store: Any, prefix: str, is_there: Callable[[], bool]) -> Iterator[None]:
+    """Inside the block, the receivers of the transfer at `prefix` are told when its sender is gone: by NCCL they would
+    wait for it until their time is over.
+
+    store: at which they meet. is_there: whether the sender still is.
+    """
+    ended = Event()
+
+    def watch() -> None:
+        while not ended.wait(_LOOK_SECONDS):
+            if not is_there():
+                return dist.PrefixStore(prefix, store).set(_GONE, "1")  # type: ignore[attr-defined,no-any-return]
+
+    thread = Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 @contextmanager

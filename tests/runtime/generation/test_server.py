@@ -26,7 +26,7 @@ from tasks.runtime.evaluation.evaluate_model import evaluate
 from tasks.runtime.generation import Sampling, require_engine, served_engines
 from tasks.runtime.generation import server as server_module
 from tasks.runtime.generation.checkpoint_weights import checkpoint_weights
-from tasks.runtime.generation.remote_engine import RemoteGenerator, _is_open
+from tasks.runtime.generation.remote_engine import RemoteGenerator
 from tasks.runtime.generation.served_engines import (
     LoadingFailed,
     ServedEmbedded,
@@ -35,7 +35,14 @@ from tasks.runtime.generation.served_engines import (
     load_received,
 )
 from tasks.runtime.generation.server import GenerationServer, main
-from tasks.runtime.generation.serving import TOKEN, ServedModel, requests_from_json, sampling_to_json, shared_token
+from tasks.runtime.generation.serving import (
+    TOKEN,
+    ServedModel,
+    is_open,
+    requests_from_json,
+    sampling_to_json,
+    shared_token,
+)
 from tasks.runtime.generation.vllm_engine import save_configuration
 from tasks.runtime.generation.weight_stream import (
     GroupAddress,
@@ -548,10 +555,32 @@ def test_a_response_is_open_until_its_end():
     response = http.client.HTTPResponse(ours)
     theirs.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
     response.begin()
-    assert _is_open(response) and _is_open(response)
+    assert is_open(response) and is_open(response)
     theirs.close()
-    assert not _is_open(response)
+    assert not is_open(response)
     ours.close()
+
+
+@pytest.mark.parametrize(
+    ("asked", "backend"),
+    [
+        ({"device": "cuda", "gpus": ["GPU 2"]}, "nccl"),
+        ({"device": "cuda", "gpus": ["GPU 1"]}, "gloo"),
+        ({"device": "cpu", "gpus": []}, "gloo"),
+    ],
+    ids=["own", "shared", "none"],
+)
+def test_a_gpu_that_both_ends_use_is_no_member_of_nccl_twice(asked, backend, monkeypatch):
+    """Of a server with two workers, on GPU 0 and 1."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("tasks.runtime.generation.weight_stream.gpu_of", lambda device: f"GPU {device.index}")
+    server, told = object.__new__(GenerationServer), []
+    server._store = None
+    server._lock, server._version, server._host, server._weights_port = threading.Lock(), None, "127.0.0.1", 1
+    engine = SimpleNamespace(receivers=2, receive=lambda address: told.append(address.backend))
+    server._require_session = lambda _: SimpleNamespace(engine=engine)
+    assert server.receive({"version": 1, **asked}, lambda _: None) == {"weights": 1}
+    assert told == [backend]
 
 
 class Work:
@@ -561,8 +590,9 @@ class Work:
         return False
 
 
-def test_a_transfer_by_nccl_ends_when_the_server_is_gone(monkeypatch):
-    """NCCL waits, and the thread that watches it would end the process."""
+@pytest.fixture
+def nccl(monkeypatch):
+    """What is asked of NCCL's groups, whose members are all gone."""
     asked = []
     group = SimpleNamespace(broadcast=lambda *_: Work(), abort=lambda: asked.append("abort"))
 
@@ -573,6 +603,11 @@ def test_a_transfer_by_nccl_ends_when_the_server_is_gone(monkeypatch):
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", make, raising=False)
     make.Options = SimpleNamespace
     monkeypatch.setattr("tasks.runtime.generation.weight_stream._LOOK_SECONDS", 0.0)
+    return asked
+
+
+def test_a_transfer_by_nccl_ends_when_the_server_is_gone(nccl):
+    """NCCL waits, and the thread that watches it would end the process."""
     address, store = meeting()
     there = iter([True, True, False])
     with (
@@ -580,8 +615,35 @@ def test_a_transfer_by_nccl_ends_when_the_server_is_gone(monkeypatch):
         WeightGroup(replace(address, backend="nccl"), 0, torch.device("cpu"), is_whole=lambda: next(there)) as members,
     ):
         members.broadcast(torch.ones(2))
-    assert asked == ["1", "abort"] and "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
+    assert nccl == ["1", "abort"] and "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
     del store
+
+
+class ByNccl(ServedEmbedded):
+    """Gets weights by NCCL, and notes that it has begun."""
+
+    began = threading.Event()
+
+    def receive(self, address):
+        self.began.set()
+        super().receive(replace(address, backend="nccl"))
+
+
+def test_a_transfer_by_nccl_ends_when_the_run_is_gone(nccl):
+    """Its next attempt does not wait until the time of the transfer is over."""
+    model = build()
+    with serving(ByNccl) as server:
+        made = client(model, server)
+        response = made._request(made._connection(), "/weights", {"version": 1, "device": "cpu"})
+        response.readline()
+        assert ByNccl.began.wait(60)
+        time.sleep(0.1)
+        assert nccl == ["1"]
+        response.close()
+        assert server._lock.acquire(timeout=60)
+        server._lock.release()
+        assert nccl == ["1", "abort"] and server._version is None
+        client(model, server)
 
 
 @pytest.mark.gpu
