@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor, Placement
 _CLIP_EPS = 1e-6
 # Numbers whose squares a CPU adds with an error of 1e-5.
 _CPU_PART = 1 << 20
+# Numbers that are scaled at a time.
+_SCALED_PART = 1 << 26
 
 
 def skip_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
@@ -51,16 +53,18 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     `gradient.mul_(factor)` does so on a CPU; on a GPU it rounds the factor of bf16 gradients to bf16 first, so that
     `nn.utils.clip_grads_with_norm_` is off by up to 0.2 %.
     """
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
         assert gradient is not None
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        groups.setdefault((local.device, local.dtype), []).append(local)
-    for (device, _), alike in groups.items():
-        # The one multiplication of PyTorch with an fp32 factor on the device; whether all is finite is not asked here.
-        found_inf = torch.zeros((), device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(alike, found_inf, factor.to(device))
+        own = factor.to(local.device)
+        if local.dtype == own.dtype:
+            local.mul_(own)
+            continue
+        # In parts, whose copies in fp32 are small beside the gradients.
+        rows = torch.atleast_1d(local)
+        for part in rows.split(max(1, _SCALED_PART * len(rows) // max(1, rows.numel()))):
+            part.copy_(part.to(own.dtype).mul_(own))
 
 
 def _total_norm(gradients: list[Tensor]) -> Tensor:
