@@ -194,6 +194,7 @@ OTHER_NAMES = {
     "output_dir": "output",
     "dump_folder": "output",
     "random_state": "seed",
+    "random_seed": "seed",
     "data_seed": "seed",
     "rl": "objective.type",
     "stage": "objective.type",

@@ -198,6 +198,8 @@ def _unknown_field(model: type[BaseModel], item: ErrorDetails, location: _Locati
     suggestion = _within(location)
     if suggestion is None and having:
         message, allowed = f"a field of type {join_or(having)} alone", ", ".join(fields)
+    elif suggestion is None and name in model.model_fields and name != "name":
+        message = f"no such field here; {name!r} stands at the top of the spec"
     elif suggestion is None and (suggestion := _other_name(location)) is None and name in NO_FIELDS:
         message = f"{message}; {NO_FIELDS[name]}"
     elif suggestion is None:

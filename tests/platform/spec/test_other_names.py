@@ -91,6 +91,14 @@ def test_a_field_of_a_section_is_not_taken_for_a_section_that_is_merely_alike(na
     assert [str(problem) for problem in error.value.problems] == [f"{name}: no such field; did you mean '{meant}'?"]
 
 
+@pytest.mark.parametrize("name", ["seed", "optimizer"])
+def test_a_field_of_the_top_in_a_section_is_told_where_it_belongs(name):
+    with pytest.raises(SpecError) as error:
+        RunSpec.model_validate({"training": {name: "a"}})
+    (problem,) = error.value.problems
+    assert str(problem) == f"training.{name}: no such field here; {name!r} stands at the top of the spec"
+
+
 @pytest.mark.parametrize("name", NO_FIELDS)
 def test_a_name_without_a_field_is_answered_by_what_to_do(name):
     with pytest.raises(SpecError) as error:
