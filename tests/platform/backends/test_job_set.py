@@ -145,11 +145,11 @@ def expanded(value, known):
 
 def test_kubernetes_changes_no_dollar_of_the_spec_and_puts_no_secret_in_it():
     text = "$$x$$ costs $5 \\$(HF_TOKEN) ${A} $"
-    spec = SPEC.model_copy(update={"data": SPEC.data.model_copy(update={"chat_template": text})})
+    spec = SPEC.model_copy(update={"data": SPEC.data.model_copy(update={"document_separator": text})})
     (container,) = pod_of(made(spec))["spec"]["containers"]
     (value,) = [each["value"] for each in container["env"] if each["name"] == "STRATA_SPEC"]
     assert expanded(text, {"HF_TOKEN": "secret"}) == "$x$ costs $5 \\secret ${A} $"
-    assert load_spec(expanded(value, {"HF_TOKEN": "secret"})).data.chat_template == text
+    assert load_spec(expanded(value, {"HF_TOKEN": "secret"})).data.document_separator == text
     assert load_spec(value) == spec
 
 
