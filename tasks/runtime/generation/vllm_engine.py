@@ -278,8 +278,10 @@ def kept_files(folder: Path, cache: Path) -> Path:
         try:
             copied.rename(kept)
         except OSError:
-            # Another process was faster.
             shutil.rmtree(copied)
+            # Otherwise another process was faster.
+            if not kept.is_dir():
+                raise
     return kept
 
 

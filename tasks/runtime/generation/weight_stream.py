@@ -157,7 +157,8 @@ def watched_sender(store: Any, prefix: str, is_there: Callable[[], bool]) -> Ite
     def watch() -> None:
         while not ended.wait(_LOOK_SECONDS):
             if not is_there():
-                return dist.PrefixStore(prefix, store).set(_GONE, "1")  # type: ignore[attr-defined,no-any-return]
+                dist.PrefixStore(prefix, store).set(_GONE, "1")  # type: ignore[attr-defined]
+                return
 
     thread = Thread(target=watch, daemon=True)
     thread.start()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from strata_kernels import StepPlan, adamw_step, join_weight, split_weight
+from tasks.runtime.optim.gradients import scale_gradients
 from tasks.runtime.optim.rounding import WeightRounding, local
 from tasks.runtime.optim.state_tensors import new_state_tensor
 from tasks.runtime.optim.typed_state import TypedStateOptimizer
@@ -112,8 +113,7 @@ class ExactAdamW(TypedStateOptimizer):
         remainder = self._rounding.remainder_of(parameter, state, paged=self.paged)
         assert parameter.grad is not None and remainder is not None
         if self.gradient_scale is not None:
-            # In fp32, as `clip_gradients` scales it.
-            local(parameter.grad).mul_(self.gradient_scale)
+            scale_gradients([parameter], self.gradient_scale)
         weight, gradient = local(parameter), local(parameter.grad)
         if gradient.stride() != weight.stride():
             gradient = torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from tasks.runtime.optim.rounding import local
+
 # Of `nn.utils.clip_grads_with_norm_`.
 _CLIP_EPS = 1e-6
 # Numbers whose squares a CPU adds with an error of 1e-5.
@@ -54,15 +56,14 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     `nn.utils.clip_grads_with_norm_` is off by up to 0.2 %.
     """
     for parameter in parameters:
-        gradient = parameter.grad
-        assert gradient is not None
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        own = factor.to(local.device)
-        if local.dtype == own.dtype:
-            local.mul_(own)
+        assert parameter.grad is not None
+        gradient = local(parameter.grad)
+        own = factor.to(gradient.device)
+        if gradient.dtype == own.dtype:
+            gradient.mul_(own)
             continue
         # In parts, whose copies in fp32 are small beside the gradients.
-        rows = torch.atleast_1d(local)
+        rows = torch.atleast_1d(gradient)
         for part in rows.split(max(1, _SCALED_PART * len(rows) // max(1, rows.numel()))):
             part.copy_(part.to(own.dtype).mul_(own))
 
@@ -77,8 +78,7 @@ def _total_norm(gradients: list[Tensor]) -> Tensor:
     groups: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, list[Tensor]] = {}
     for gradient in gradients:
         sharding = (gradient.device_mesh, tuple(gradient.placements)) if isinstance(gradient, DTensor) else None
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        groups.setdefault(sharding, []).append(local)
+        groups.setdefault(sharding, []).append(local(gradient))
     norms = []
     for sharding, alike in groups.items():
         norm = torch.stack(local_norms(alike)).norm()

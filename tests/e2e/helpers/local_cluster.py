@@ -60,7 +60,8 @@ SEEN = {
     "venv": Path(sys.prefix),
     "kernels": ROOT / "kernels",
     "platform": ROOT / "platform",
-    # For releases, and runs without Flyte, whose code is the image's.
+    # Where this environment's editable installation finds them: releases and runs without Flyte import these. A working
+    # copy is unpacked over the image's code, which comes first.
     "tasks": ROOT / "tasks",
     "workflows": ROOT / "workflows",
     # NVML of GPUs that a file describes.

@@ -151,6 +151,14 @@ def test_the_same_files_are_at_the_same_path_again(tmp_path, monkeypatch):
     assert list(found.parent.iterdir()) == [found] and found.name == paths[0].name
 
 
+def test_a_cache_that_takes_no_files_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    monkeypatch.setattr("pathlib.Path.rename", lambda *_: (_ for _ in ()).throw(PermissionError("read-only")))
+    with pytest.raises(PermissionError, match="read-only"):
+        kept_files(tmp_path / "model", tmp_path / "cache")
+    assert list((tmp_path / "cache" / "strata").iterdir()) == []
+
+
 class TestEngine:
     pytestmark = needs_vllm
 

@@ -12,6 +12,7 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.sections.training import Schedule
 from tasks.runtime.models.build import build_model
 from tasks.runtime.models.config import PRESETS
+from tasks.runtime.optim import gradients
 from tasks.runtime.optim.gradients import clip_gradients
 from tasks.runtime.optim.lr_schedule import learning_rate_factor, set_learning_rate
 from tasks.runtime.optim.optimizer import build_optimizer
@@ -299,6 +300,18 @@ def test_clipped_gradients_are_rounded_once(dtype):
         torch.testing.assert_close(
             parameter.grad.double(), expected, rtol=4e-3 if dtype == torch.bfloat16 else 1e-6, atol=0
         )
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize("shape", [(), (5,), (7, 30), (0, 4), (300, 2)])
+def test_gradients_are_scaled_in_parts(shape, monkeypatch):
+    monkeypatch.setattr(gradients, "_SCALED_PART", 40)
+    parameter = nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16, device=DEVICE))
+    # Strided, too.
+    parameter.grad = torch.randn(shape[::-1]).to(parameter).permute(tuple(reversed(range(len(shape)))))
+    expected = (parameter.grad.double() * 0.3337).bfloat16()
+    gradients.scale_gradients([parameter], torch.tensor(0.3337, device=DEVICE))
+    assert torch.equal(parameter.grad, expected)
 
 
 @pytest.mark.any_device

@@ -13,7 +13,7 @@ from tasks.runtime.data.chat.messages import (
     with_system,
 )
 from tasks.runtime.data.formats.own_format import is_own, own_messages
-from tasks.runtime.data.formats.preferences import chat_answers, starts_with
+from tasks.runtime.data.formats.preferences import chat_answers, end_of_prompt
 from tasks.runtime.data.media.media_messages import with_media
 from tasks.runtime.data.reading.rows import Row
 
@@ -54,12 +54,8 @@ def _continued(row: Row, columns: tuple[str, ...], data: Data) -> Messages:
         else messages_of(row, prompt, data.ignore_columns)
     )
     answer = answer_of(row, completion, data.ignore_columns)
-    if answer[0]["role"] != "assistant":
-        # The completion may be the whole chat, which repeats the prompt, like the answers of UltraFeedback.
-        starts = range(len(answer) - len(before))
-        found = next((start for start in starts if starts_with(answer[start:], before)), None)
-        if found is not None:
-            end = found + len(before)
-            before, answer = answer[:end], answer[end:]
+    # The completion may be the whole chat, which repeats the prompt, like the answers of UltraFeedback.
+    if answer[0]["role"] != "assistant" and (end := end_of_prompt(answer, before)) is not None:
+        before, answer = answer[:end], answer[end:]
     context = [{**message, "weight": 0} if message["role"] == "assistant" else message for message in before]
     return [*context, *answer]

@@ -64,14 +64,11 @@ def _chat(row: Row, column: str, prompt: list[str], data: Data) -> Messages:
         raise RowError(
             f"{row.where}: column {column!r} has an answer without a prompt before it; set data.prompt_column"
         )
-    if starts_with(messages, prompt_messages):
+    if _keys(messages[: len(prompt_messages)]) == _keys(prompt_messages):
         return messages
     if messages[0]["role"] == "assistant":
         return [*prompt_messages, *messages]
-    # A chat may have more messages before the prompt: a system message, or earlier turns.
-    if any(
-        starts_with(messages[start:-1], prompt_messages) for start in range(1, len(messages) - len(prompt_messages))
-    ):
+    if end_of_prompt(messages, prompt_messages) is not None:
         return messages
     raise RowError(
         f"{row.where}: the chat in column {column!r} begins neither with the prompt in column {prompt[0]!r} nor with "
@@ -79,14 +76,19 @@ def _chat(row: Row, column: str, prompt: list[str], data: Data) -> Messages:
     )
 
 
-def starts_with(messages: Messages, prompt_messages: Messages) -> bool:
-    """Whether a chat begins with the messages of a prompt."""
-    return [*map(_message_key, messages[: len(prompt_messages)])] == [*map(_message_key, prompt_messages)]
+def end_of_prompt(messages: Messages, prompt: Messages) -> int | None:
+    """The index behind the messages of a prompt in a chat that repeats them and goes on; None if it does not.
+
+    The chat may have more messages before the prompt: a system message, or earlier turns.
+    """
+    sought, keys = _keys(prompt), _keys(messages)
+    ends = range(len(sought), len(keys))
+    return next((end for end in ends if keys[end - len(sought) : end] == sought), None)
 
 
-def _message_key(message: dict[str, Any]) -> tuple[str, str, Any]:
-    """The parts of a message that are compared; surrounding white space varies between columns."""
-    return message["role"], message.get("content", "").strip(), message.get("tool_calls")
+def _keys(messages: Messages) -> list[tuple[str, str, Any]]:
+    """The parts of messages that are compared; surrounding white space varies between columns."""
+    return [(each["role"], each.get("content", "").strip(), each.get("tool_calls")) for each in messages]
 
 
 def _mismatch(row: Row, chosen: str, rejected: str, how: str) -> str:

@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import lzma
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _MAX_CSV_FIELD = 1 << 28
 # Bytes after decompression: a small compressed file may hold any number of them.
 _MAX_LINE = 1 << 28
+_INDENTED = re.compile(rb"\{[ \t]*\r?\n")
 _MAX_JSON = 1 << 30
 # Rows of an Arrow table that are converted together, fewer if they have more bytes: Python's numbers take ten times as
 # many.
@@ -198,10 +200,10 @@ def _read_json(file: IO[bytes], name: str) -> Iterator[Row]:
     file = io.BufferedReader(_Raw(file), 1 << 20)
     begin = file.peek(1).removeprefix(_BYTE_ORDER_MARK).lstrip()
     if begin[:1] != b"[":
-        if begin.splitlines()[:1] == [b"{"]:
+        if _INDENTED.match(begin):
             raise OSError(
-                "it is one object over several lines, where a list of rows or JSON Lines is expected; save the list "
-                "that is in it by itself (jq '.data' file.json)"
+                "an object takes several lines, where a list of rows or JSON Lines is expected; write each row in one "
+                "line (jq -c . file.json, or jq -c '.data[]' file.json if the rows are under 'data')"
             )
         yield from _read_json_lines(file, name)
         return

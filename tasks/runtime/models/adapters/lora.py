@@ -239,7 +239,10 @@ def merge_adapter(adapted: LoraModel) -> PreTrainedModel:
         for parameter, dtype in zip(module.parameters(), dtypes, strict=True):
             parameter.data = parameter.data.to(dtype)
             if not parameter.isfinite().all():
-                raise ValueError(f"adapter: {name} has weights that are not finite with the adapter merged")
+                raise ValueError(
+                    f"adapter: {name} has weights that are not finite with the adapter merged; train it again with a "
+                    "lower optimizer.lr"
+                )
     merged: PreTrainedModel = adapted.unload()
     return merged
 
