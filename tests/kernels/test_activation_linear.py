@@ -252,7 +252,7 @@ def test_no_width(width, features) -> None:
         ((FEATURES, WIDTH + 1), None, rf"weight must have the shape \[H, {WIDTH}\], got"),
         ((WIDTH,), None, r"weight must have the shape \[H, "),
         ((FEATURES, WIDTH), (FEATURES + 1,), rf"bias must have the shape \[{FEATURES}\], got"),
-        (None, (FEATURES,), "bias is that of a projection: pass its weight too, or no bias"),
+        (None, (FEATURES,), "bias belongs to a projection: pass its weight too, or omit bias"),
     ],
     ids=["too wide", "no matrix", "another bias", "bias alone"],
 )

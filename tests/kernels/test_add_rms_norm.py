@@ -106,7 +106,7 @@ X = torch.ones(2, 4)
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((X, torch.ones(2, 5)), r"one shape and one dtype, got float32 \[2, 4\] and float32 \[2, 5\]"),
+        ((X, torch.ones(2, 5)), r"the same shape and dtype, got float32 \[2, 4\] and float32 \[2, 5\]"),
         ((X, X.half()), r"got float32 \[2, 4\] and float16 \[2, 4\]"),
         ((X, X.to("meta")), "residual is on meta and x on cpu"),
         ((X.int(), X.int()), r"x must be bf16, fp16, fp32, fp64 of shape \[\.\.\., D\]"),

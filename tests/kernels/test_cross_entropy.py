@@ -526,7 +526,7 @@ def test_shapes_of_a_run_share_their_kernels() -> None:
 
 def test_more_rows_than_32_bits_index_are_refused() -> None:
     logits = torch.empty(2**30, 2, dtype=torch.bfloat16, device="meta")
-    with recording(), pytest.raises(ValueError, match="too many for an index in 32 bits: split them"):
+    with recording(), pytest.raises(ValueError, match="too many for a 32-bit index: split them"):
         cross_entropy(logits, torch.zeros(2**30, dtype=torch.int64, device="meta"))
 
 

@@ -98,10 +98,10 @@ def test_no_rows_and_wrong_arguments(device) -> None:
     assert not any(g.any() for g in torch.autograd.grad(y.sum(), (scale, weight)))
     x = torch.zeros(2, 3, 4, device=device)
     for arguments, message in (
-        ((x, torch.ones(3, 4, device=device)), "of the first axes of x"),
-        ((x, torch.ones(1, 3, 4, device=device)), "of the first axes of x"),
+        ((x, torch.ones(3, 4, device=device)), "with leading axes of x"),
+        ((x, torch.ones(1, 3, 4, device=device)), "with leading axes of x"),
         ((x, torch.ones(3, device=device)), "and 4 features"),
-        ((x, scale, scale[None]), "of the shape of scale"),
+        ((x, scale, scale[None]), "have the shape of scale"),
         ((x, scale, None, scale[:3]), r"weight must be .* of shape \[4\]"),
         ((x, scale.to("meta")), "a tensor is on meta"),
         ((x.long(), scale), "x must be"),

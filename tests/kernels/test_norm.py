@@ -278,7 +278,7 @@ def test_is_a_well_formed_operator(name, device) -> None:
 
 @each
 def test_more_rows_than_32_bits_index_are_refused(name) -> None:
-    with recording(), pytest.raises(ValueError, match="too many for an index in 32 bits: split it"):
+    with recording(), pytest.raises(ValueError, match="too many for a 32-bit index: split it"):
         NORMS[name][0](*randoms(name, 2**31 - 1, 1, device="meta"))
 
 

@@ -404,7 +404,7 @@ def test_one_kernel_serves_every_shape_of_a_model() -> None:
 
 def test_more_than_32_bits_index_is_refused() -> None:
     assert count_tiles(2**24, 8, 128) == 2**20
-    with pytest.raises(ValueError, match="too many for an index in 32 bits"):
+    with pytest.raises(ValueError, match="too many for a 32-bit index"):
         count_tiles(2**28, 8, 128)
 
 

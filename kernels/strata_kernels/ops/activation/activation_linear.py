@@ -1,13 +1,13 @@
-"""An activation and the projection after it, without keeping what lies between.
+"""An activation and the following projection, without saving the activation's result for backward.
 
     y = activation(gate, up)        out = y · Wᵀ + b
     dy = d_out · W                  dW = d_outᵀ · y                 db = Σ d_out
 
-dW needs y, which autograd would keep: half as much again as gate and up. Here it is dropped, and the activation's
-backward kernel, which computes f anyway, writes it once more. The products are those of `torch.nn.functional.linear`,
-so results and gradients have the bits of the two steps, except where a matrix has more elements than 32 bits count: it
-is multiplied in parts. There cuBLAS 13.0 gives zeros for d_outᵀ · y, without an error, if d_out has 64 columns or fewer
-(seen on an H200).
+dW needs y, which autograd would save: half the size of gate and up together. Here y is freed, and the activation's
+backward kernel, which computes f anyway, writes y again. Matrix products are those of `torch.nn.functional.linear`, so
+results and gradients are bitwise equal to the two separate operators, except for a matrix of 2^31 elements or more,
+which is multiplied in parts: if d_out has 64 columns or fewer, cuBLAS 13.0 returns zeros for such a d_outᵀ · y without
+an error (seen on an H200).
 """
 # mypy: allow-untyped-calls
 
@@ -26,18 +26,18 @@ from .._launch_cache import TENSOR_TYPES
 from .._operator import is_observed, is_recorded
 from .activation_operators import ACTIVATIONS, Activation
 
-# Elements of the largest matrix in a product.
+# Maximum number of elements of a matrix in one product.
 _LARGEST = 2**31 - 1
 
 
 def activation_linear(activation: Activation, *inputs: Any, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """`functional.linear(activation.forward(*inputs), weight, bias)`, without keeping what lies between.
+    """`functional.linear(activation.forward(*inputs), weight, bias)`, without saving `forward(...)` for backward.
 
-    inputs: those of the activation's form, for a result of shape [..., D].
-    weight: [H, D]. The result is [..., H]. None, without a bias either: the activation alone, [..., D].
+    inputs: as in the schema of the activation's `Form`; its result has shape [..., D].
+    weight: [H, D], result [..., H]; or None, with bias None: the activation alone, result [..., D].
     bias: [H], or None.
 
-    Raises ValueError if weight and bias do not fit.
+    Raises ValueError for a wrong shape of weight or bias.
     """
     if weight is None and bias is None:
         return activation.forward(*inputs)
@@ -47,7 +47,7 @@ def activation_linear(activation: Activation, *inputs: Any, weight: Tensor | Non
     tensors = inputs[: form.tensors]
     if not _is_fused(tensors, weight):
         return functional.linear(activation.forward(*inputs), weight, bias)
-    # Memory that is filled later must be the node's own, which subclasses of tensors do not promise.
+    # Filling the output after the node returned requires that no Tensor subclass wraps or copies it.
     out: Tensor
     if is_observed() or not TENSOR_TYPES.issuperset(map(type, tensors)):
         out = _ActivationLinear.apply(activation.name, False, weight, bias, *inputs)
@@ -68,7 +68,7 @@ def _fill(out: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def _row_parts(x: Tensor, weight: Tensor) -> Sequence[Tensor]:
-    """The rows of x, in parts if their product with the weight is too large for one; never while compiling."""
+    """The rows of x, split if a matrix would have more than _LARGEST elements; never under torch.compile."""
     rows = x.reshape(-1, x.shape[-1])
     most = _LARGEST // max(weight.shape)
     return (rows,) if torch.compiler.is_compiling() or rows.shape[0] <= most else rows.split(most)
@@ -76,7 +76,7 @@ def _row_parts(x: Tensor, weight: Tensor) -> Sequence[Tensor]:
 
 def _checked(weight: Tensor | None, bias: Tensor | None, width: int) -> Tensor:
     if weight is None:
-        raise ValueError("bias is that of a projection: pass its weight too, or no bias")
+        raise ValueError("bias belongs to a projection: pass its weight too, or omit bias")
     if weight.dim() != 2 or weight.shape[1] != width:
         raise ValueError(f"weight must have the shape [H, {width}], got {describe(weight)}")
     if bias is not None and bias.shape != weight.shape[:1]:
@@ -85,36 +85,36 @@ def _checked(weight: Tensor | None, bias: Tensor | None, width: int) -> Tensor:
 
 
 def _is_fused(tensors: Sequence[Tensor], weight: Tensor) -> bool:
-    """Whether fusing saves memory, and nothing has to see the two steps."""
+    """Whether one node saves memory, and no transform has to trace the two operators separately."""
     if not is_recorded() or not weight.requires_grad or not any(x.requires_grad for x in tensors):
-        # y is kept for the weight's gradient, and what y is made of for its own: without both, fusing keeps more.
+        # Two operators save y for dW, and gate and up for their gradients. If either is not needed, they save less.
         return False
     first = tensors[0]
-    # On meta tensors autocast cannot be asked for, nor be on.
+    # is_autocast_enabled does not accept "meta", for which autocast does not exist.
     cast = not first.is_meta and torch.is_autocast_enabled(first.device.type)
     return weight.dtype == first.dtype and weight.numel() > 0 and not cast and not _is_transformed()
 
 
 def _is_transformed() -> bool:
-    """Whether a transform of torch.func, an export or a trace is active, which do not see into a node."""
+    """Whether a torch.func transform, torch.export or torch.jit.trace is active; none can trace this node."""
     transformed: bool = torch._C._are_functorch_transforms_active()
     traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined]
     return transformed or traced or torch.compiler.is_exporting()
 
 
-# What `torch.compiler.assume_constant_result` sets, without importing the compiler: it is asked once per compilation.
+# As `torch.compiler.assume_constant_result`, without importing the compiler: evaluated once per compilation.
 _is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _ActivationLinear(torch.autograd.Function):
-    """Activation, by name, and projection as one node of the autograd graph."""
+    """Activation, by name, and projection as one autograd node."""
 
     @staticmethod
     def forward(ctx: Any, name: str, later: bool, weight: Tensor, bias: Tensor | None, *inputs: Any) -> Tensor:
-        """The result, or memory for it that is filled when the node is made.
+        """The result; with `later`, an uninitialized tensor that the caller fills after the node is created.
 
-        Recomputation of a checkpointed layer ends with the last tensor that a node keeps, and what nodes keep is handed
-        over when they are made. A product behind that is not computed again.
+        Activation checkpointing stops the recomputed forward after the last saved tensor, and tensors are saved when
+        the node is created. So with `later` the matrix product is not recomputed.
         """
         activation = ACTIVATIONS[name]
         tensors = activation.form.tensors
@@ -127,13 +127,13 @@ class _ActivationLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
-        """The gradients; differentiable where asked for."""
+        """The gradients; differentiable under create_graph=True."""
         weight, *tensors = ctx.saved_tensors
         activation, inputs = ACTIVATIONS[ctx.name], (*tensors, *ctx.settings)
         parts = _row_parts(d_out, weight)
         products = [rows @ weight for rows in parts]
         dy = (products[0] if len(products) == 1 else torch.cat(products)).view(*d_out.shape[:-1], weight.shape[1])
-        # Before the next operators take memory of their own, as dy below.
+        # Free before the next operators allocate; the same for dy below.
         del products
         gradients: Sequence[Tensor]
         if torch.is_grad_enabled():

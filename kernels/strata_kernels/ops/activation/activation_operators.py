@@ -1,4 +1,4 @@
-"""Activations as operators: the launch table, the host functions, and how gate and up are given."""
+"""Activations as operators: launch parameters, host functions, and the layouts of gate and up."""
 # mypy: allow-untyped-calls
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ..float8.largest import PARTS, is_finding_largest, note_largest
 from .activation_kernels import activation_bwd_kernel, activation_fwd_kernel
 from .activation_reference import backward_reference, forward_reference
 
-# Elements that a thread reads at once: 16 bytes of a 16-bit dtype.
+# Elements per vectorized load: 16 bytes of a 16-bit dtype.
 _VECTOR = 8
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Elements per program, warps."""
+    """Launch parameters: elements and warps per program."""
 
     block: int
     warps: int
@@ -65,10 +65,10 @@ def _launch_backward(
 
 
 def _rows(first: Tensor, *others: Tensor | None) -> tuple[int, int, list[Tensor | None], list[int]]:
-    """R, D, the tensors with adjacent features, and the strides of their rows.
+    """(R, D, the tensors with stride 1 along features, their row strides).
 
-    All is one row where everything is dense and D is not whole vectors. The tensors are copied only where the features
-    are not adjacent, or leading axes do not make rows; those that are written to never are.
+    If all tensors are contiguous and D is not a multiple of the vector size, they are treated as one row. A tensor is
+    copied only if its feature stride is not 1 or its leading axes have no common stride; outputs are never copied.
     """
     tensors = (first, *others)
     width = first.shape[-1]
@@ -86,7 +86,7 @@ def _rows(first: Tensor, *others: Tensor | None) -> tuple[int, int, list[Tensor 
 
 
 def _row_stride(x: Tensor) -> int | None:
-    """The stride of the rows of x; None if its features are not adjacent or its leading axes do not make rows."""
+    """The row stride of x; None if its feature stride is not 1 or its leading axes have no common stride."""
     shape, strides = x.shape, x.stride()
     apart = any(strides[i] != shape[i + 1] * strides[i + 1] for i in range(x.dim() - 2))
     return None if apart or strides[-1] != 1 else strides[-2]
@@ -95,17 +95,17 @@ def _row_stride(x: Tensor) -> int | None:
 def _programs(n_rows: int, n_cols: int, settings: Launch) -> int:
     vectors = n_rows * -(-n_cols // _VECTOR)
     if vectors > 2**31 - settings.block:
-        raise ValueError(f"an activation takes at most 2^34 elements at once, got {n_rows * n_cols}: split the rows")
+        raise ValueError(f"an activation supports at most 2^34 elements at once, got {n_rows * n_cols}: split the rows")
     return -(-vectors * _VECTOR // settings.block)
 
 
 @dataclass(frozen=True)
 class Form:
-    """How gate and up are given to an operator.
+    """The layout of gate and up in an operator's inputs: ungated, separate or packed.
 
-    schema: its inputs, tensors first; the last two, if any but tensors, are multipliers.
-    tensors: how many of them are tensors.
-    split: the inputs → gate and up, views of the tensors; the same with gradients in the place of the tensors.
+    schema: the inputs, tensors first; if there are other inputs, the last two are the multipliers.
+    tensors: number of tensors.
+    split: inputs → gate and up, as views; also applied to gradients in place of the tensors.
     join: the inverse, with copies.
     """
 
@@ -115,7 +115,7 @@ class Form:
     join: Callable[..., tuple[Tensor, ...]]
 
     def multipliers(self, inputs: tuple[Any, ...]) -> tuple[float, float]:
-        """The multipliers of the gate and of the result."""
+        """(gate_multiplier, multiplier)."""
         return inputs[-2:] if len(inputs) > self.tensors else (1.0, 1.0)
 
 
@@ -139,7 +139,7 @@ PACKED = Form("Tensor x, bool gate_first, float gate_multiplier, float multiplie
 
 
 def _note_largest(amax: Tensor | None, x: Tensor) -> None:
-    """In plain PyTorch, the bits of the largest magnitude of x."""
+    """Store the bits of max |x| in amax[0], in plain PyTorch."""
     if amax is not None and x.numel():
         amax[0] = x.detach().abs().max().float().view(torch.int32)
 
@@ -150,13 +150,13 @@ def _contiguous_like(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _HostFunctions:
-    """Of an activation function; `inputs` are those of the form, tensors first."""
+    """Host functions of an activation; `inputs` as in the schema of the form."""
 
     function: str
     form: Form
 
     def empty(self, inputs: tuple[Any, ...]) -> Tensor:
-        """y, unfilled."""
+        """An uninitialized y."""
         return _contiguous_like(self.form.split(*inputs)[0])
 
     def reference(self, *inputs: Any) -> Tensor:
@@ -164,7 +164,7 @@ class _HostFunctions:
         return forward_reference(self.function, *self.form.split(*inputs), *self.form.multipliers(inputs))
 
     def forward(self, *inputs: Any, amax: Tensor | None = None) -> Tensor:
-        """y. The kernel also notes its largest magnitudes in amax, zeros, if they are given."""
+        """y. If `amax` (int32 [PARTS], zeros) is given, also fills it with the bits of partial maxima of |y|."""
         if not takes_kernel(inputs[0]):
             y = self.reference(*inputs)
             _note_largest(amax, y)
@@ -175,14 +175,14 @@ class _HostFunctions:
         return y
 
     def empty_gradients(self, inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        """The gradients of the tensors, unfilled."""
+        """Uninitialized gradients of the tensors."""
         return tuple(map(_contiguous_like, inputs[: self.form.tensors]))
 
     def gradients(
         self, dy: Tensor, inputs: tuple[Any, ...], y: Tensor | None = None, amax: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """The gradients of the tensors. The kernel also fills y, if it is given, and notes their largest magnitudes in
-        the rows of amax, zeros, if they are given.
+        """The gradients of the tensors. The kernel also fills y, if given. If `amax` (int32 [tensors, PARTS], zeros)
+        is given, it is filled with the bits of partial maxima of each |gradient|.
         """
         settings = inputs[self.form.tensors :]
         gate, up = self.form.split(*inputs)
@@ -195,7 +195,7 @@ class _HostFunctions:
         gradients = self.empty_gradients(inputs)
         if dy.numel() != 0:
             d_gate, d_up = self.form.split(*gradients, *settings)
-            # Both halves of a packed gradient are one tensor.
+            # The two halves of a packed gradient are one tensor with one amax.
             noted = (None, None) if amax is None else (amax[0], amax[-1])
             _launch_backward(self.function, d_gate, d_up, y, noted, dy, gate, up, *self.form.multipliers(inputs))
         return gradients
@@ -209,7 +209,7 @@ class _HostFunctions:
 
 
 class _Elementwise(Operator):
-    """An operator of which the inputs have one shape each: under vmap it runs over one more leading axis."""
+    """An elementwise operator: under vmap it runs once on tensors with one more leading axis."""
 
     @classmethod
     def vmap(cls, info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
@@ -223,7 +223,7 @@ class _Elementwise(Operator):
 
 
 class _Differentiable(_Elementwise):
-    """It keeps its tensors in `ctx.saved_tensors` and its other inputs in `ctx.settings`."""
+    """Saves its tensors in `ctx.saved_tensors` and its other inputs in `ctx.settings`."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -234,11 +234,11 @@ class _Differentiable(_Elementwise):
 
 @dataclass(frozen=True)
 class Activation:
-    """The operators of an activation, all of which take the inputs of its form.
+    """The operators of an activation; `inputs` as in the schema of its form.
 
     forward: y, differentiable any number of times.
     backward: (dy, *inputs) → the gradients of the tensors.
-    backward_and_output: (dy, *inputs) → the gradients, then y with the bits of forward's. Not differentiable.
+    backward_and_output: (dy, *inputs) → the gradients, then y, bitwise equal to forward's. Not differentiable.
     """
 
     name: str
@@ -248,7 +248,7 @@ class Activation:
     backward_and_output: Callable[..., tuple[Tensor, ...]]
 
 
-# By name.
+# By operator name, filled by `define`.
 ACTIVATIONS: dict[str, Activation] = {}
 
 
@@ -272,7 +272,7 @@ def define(name: str, function: str, form: Form) -> Activation:
 
         @staticmethod
         def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-            # The second derivative, which training does not ask for, in plain PyTorch.
+            # The second derivative, rarely needed in training, in plain PyTorch.
             def once(dy: Tensor, *tensors: Tensor) -> Any:
                 return torch.func.vjp(lambda *tensors: host.reference(*tensors, *ctx.settings), *tensors)[1](dy)
 
@@ -354,7 +354,7 @@ def define(name: str, function: str, form: Form) -> Activation:
 
 
 def _is_pushed_forward() -> bool:
-    """Whether `torch.func.jvp`, or a transform on it (jacfwd, hessian), is active: operators have no rule for it."""
+    """Whether `torch.func.jvp`, or a transform on it (jacfwd, hessian), is active: operators have no jvp rule."""
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return False
     levels = torch._C._functorch.get_interpreter_stack() or []
@@ -362,13 +362,13 @@ def _is_pushed_forward() -> bool:
 
 
 def check_ungated(x: Tensor) -> None:
-    """Raise ValueError unless x has features."""
+    """Raise ValueError unless x is [..., D] of a supported dtype."""
     if not has_dtype(x) or x.dim() == 0:
         raise ValueError(f"x must be {DTYPES} of shape [..., D], got {describe(x)}")
 
 
 def check_gated(gate: Tensor, up: Tensor) -> None:
-    """Raise ValueError unless gate and up fit together."""
+    """Raise ValueError unless gate and up have the same shape, a supported dtype, and the same device."""
     if gate.shape != up.shape or gate.dtype != up.dtype or not has_dtype(gate) or gate.dim() == 0:
         shapes = f"{describe(gate)} and {describe(up)}"
         raise ValueError(f"gate and up must have one shape [..., D] and one dtype of {DTYPES}, got {shapes}")
@@ -377,6 +377,6 @@ def check_gated(gate: Tensor, up: Tensor) -> None:
 
 
 def check_packed(x: Tensor) -> None:
-    """Raise ValueError unless x has two halves."""
+    """Raise ValueError unless x is [..., 2 * D] of a supported dtype."""
     if not has_dtype(x) or x.dim() == 0 or x.shape[-1] % 2:
         raise ValueError(f"x must be {DTYPES} of shape [..., 2 * D], got {describe(x)}")

@@ -1,4 +1,4 @@
-"""Activations in plain PyTorch: the result, and the gradients of gate and up."""
+"""Activations in plain PyTorch: results, and gradients of gate and up."""
 # mypy: allow-untyped-calls
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor]
 def forward_reference(
     function: str, gate: Tensor, up: Tensor | None, gate_multiplier: float, multiplier: float
 ) -> Tensor:
-    """`multiplier * f(gate_multiplier * gate) * up`, contiguous; without `up` there is no such factor."""
+    """`multiplier * f(gate_multiplier * gate) * up`, contiguous; without the last factor if `up` is None."""
     y = FUNCTIONS[function][0](_times(gate, gate_multiplier))
     return _times(y if up is None else y * up, multiplier).contiguous()
 

@@ -1,6 +1,6 @@
 """The gated activation of Gemma-type feed-forward layers: `gelu(gate) * up`.
 
-The formulas and the kernels are in `activation_kernels.py`, how they are launched in `activation_operators.py`.
+Formulas and kernels: `activation_kernels.py`. Launch code: `activation_operators.py`.
 
 Source: Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202); Hendrycks and Gimpel, "Gaussian Error
 Linear Units", 2016 (arXiv:1606.08415).
@@ -34,25 +34,25 @@ def geglu(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """`multiplier * gelu(gate_multiplier * gate, approximate=approximate) * up`, fused, in fp32 and rounded once.
+    """`multiplier * gelu(gate_multiplier * gate, approximate=approximate) * up`, in fp32, rounded once.
 
     Args:
-        gate: [..., D], bf16 | fp16 | fp32 | fp64, of any strides: halves of one projection are read in place.
-        up: the same shape, dtype and device.
+        gate: [..., D], bf16 | fp16 | fp32 | fp64, any strides: the halves of a packed projection are not copied.
+        up: [..., D], same shape, dtype and device as gate.
         approximate: "none" for the error function, "tanh" for the approximation that Gemma was trained with
             (`gelu_pytorch_tanh` in transformers' configs).
-        gate_multiplier: of the gate, before the activation.
-        multiplier: of the result.
-        weight: [H, D], of a projection that follows, or None: the result is then
-            `torch.nn.functional.linear(result, weight, bias)`, and what lies between is not kept for the backward pass.
-        bias: [H], of that projection.
+        gate_multiplier: factor of the gate, before the activation.
+        multiplier: factor of the result.
+        weight: [H, D], weight of a following projection, or None. With it, the function returns
+            `torch.nn.functional.linear(result, weight, bias)` and does not save `result` for backward.
+        bias: [H], bias of that projection, or None.
 
     Returns:
-        [..., D], contiguous, in the dtype of gate; [..., H] with a weight.
+        [..., D] in the dtype of gate, contiguous; [..., H] with a weight.
 
     Raises:
-        ValueError: gate and up differ in shape, dtype or device, another dtype, or an unknown approximation; weight or
-            bias do not fit.
+        ValueError: gate and up differ in shape, dtype or device; unsupported dtype; unknown `approximate`; wrong shape
+            of weight or bias.
 
     Example:
         >>> geglu(torch.tensor([0.0, 1.0]), torch.tensor([5.0, 2.0]))
@@ -73,19 +73,19 @@ def geglu_packed(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """`geglu(*x.chunk(2, dim=-1), approximate)`; the gradient of x is written as one tensor, without a concatenation.
+    """`geglu(*x.chunk(2, dim=-1), approximate)`; the kernel writes the gradient of x without `torch.cat`.
 
     Args:
-        x: [..., 2 * D], bf16 | fp16 | fp32 | fp64: gate and up side by side, of one projection.
+        x: [..., 2 * D], bf16 | fp16 | fp32 | fp64: gate and up concatenated, as one projection returns them.
         approximate: as in `geglu`.
-        gate_first: whether the gate is the first half; the second otherwise.
+        gate_first: whether the gate is the first half of x, or the second.
         gate_multiplier, multiplier, weight, bias: as in `geglu`.
 
     Returns:
-        [..., D], contiguous, in the dtype of x; [..., H] with a weight.
+        [..., D] in the dtype of x, contiguous; [..., H] with a weight.
 
     Raises:
-        ValueError: x has an odd last size, another dtype, or an unknown approximation; weight or bias do not fit.
+        ValueError: odd last axis of x; unsupported dtype; unknown `approximate`; wrong shape of weight or bias.
 
     Example:
         >>> geglu_packed(torch.tensor([0.0, 1.0, 5.0, 2.0]), "tanh")

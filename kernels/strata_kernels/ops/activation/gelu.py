@@ -1,6 +1,6 @@
-"""The GELU of feed-forward layers without a gate, as those of vision towers, GPT-NeoX, Phi and StarCoder 2.
+"""GELU, for feed-forward layers without a gate: vision towers, GPT-NeoX, Phi, StarCoder 2.
 
-The formulas and the kernels are in `activation_kernels.py`, how they are launched in `activation_operators.py`.
+Formulas and kernels: `activation_kernels.py`. Launch code: `activation_operators.py`.
 
 Source: Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016 (arXiv:1606.08415).
 """
@@ -28,23 +28,23 @@ def gelu(
 ) -> Tensor:
     """`torch.nn.functional.gelu(x, approximate=approximate)`; on a GPU computed in fp32 and rounded once.
 
-    Without a weight, it moves as many bytes as PyTorch's function. With a weight, the activation is not kept: the
-    backward kernel writes it again, one of the six itemsizes that it moves per element. PyTorch has no function for
-    `approximate="sigmoid"`; the products and the sigmoid move 21 itemsizes per element there.
+    Without a weight, it moves as many bytes as PyTorch's function. With a weight, the result of the activation is not
+    saved; the backward kernel writes it again, which is one of the 6·itemsize bytes per element that it then moves.
+    PyTorch has no function for `approximate="sigmoid"`; its separate operators move 21·itemsize bytes per element.
 
     Args:
-        x: [..., D], bf16 | fp16 | fp32 | fp64, of any strides.
+        x: [..., D], bf16 | fp16 | fp32 | fp64, any strides.
         approximate: "none" for the error function; "tanh" for its approximation (`gelu_pytorch_tanh`, `gelu_new` and
             `gelu_fast` in transformers' configs); "sigmoid" for `x * torch.sigmoid(1.702 * x)` (`quick_gelu`).
-        weight: [H, D], of a projection that follows, or None: the result is then
-            `torch.nn.functional.linear(result, weight, bias)`, and what lies between is not kept for the backward pass.
-        bias: [H], of that projection.
+        weight: [H, D], weight of a following projection, or None. With it, the function returns
+            `torch.nn.functional.linear(result, weight, bias)` and does not save `result` for backward.
+        bias: [H], bias of that projection, or None.
 
     Returns:
-        [..., D], contiguous, in the dtype of x; [..., H] with a weight.
+        [..., D] in the dtype of x, contiguous; [..., H] with a weight.
 
     Raises:
-        ValueError: x has no axis or another dtype; the approximation is unknown; weight or bias do not fit.
+        ValueError: x is 0-d or has an unsupported dtype; unknown `approximate`; wrong shape of weight or bias.
 
     Example:
         >>> gelu(torch.tensor([-1.0, 0.0, 3.0]))

@@ -1,6 +1,6 @@
-"""The squared ReLU of Primer and Nemotron feed-forward layers, which have no gate.
+"""Squared ReLU, for the ungated feed-forward layers of Primer and Nemotron.
 
-The formulas and the kernels are in `activation_kernels.py`, how they are launched in `activation_operators.py`.
+Formulas and kernels: `activation_kernels.py`. Launch code: `activation_operators.py`.
 
 Source: So et al., "Primer: Searching for Efficient Transformers for Language Modeling", 2021 (arXiv:2109.08668).
 """
@@ -16,19 +16,19 @@ _RELU_SQUARED = define("relu_squared", "relu2", UNGATED)
 
 
 def relu_squared(x: Tensor, *, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-    """`torch.relu(x).square()`; on a GPU fused, computed in fp32 and rounded once.
+    """`torch.relu(x).square()`; on a GPU one kernel, in fp32 and rounded once.
 
     Args:
-        x: [..., D], bf16 | fp16 | fp32 | fp64, of any strides.
-        weight: [H, D], of a projection that follows, or None: the result is then
-            `torch.nn.functional.linear(result, weight, bias)`, and what lies between is not kept for the backward pass.
-        bias: [H], of that projection.
+        x: [..., D], bf16 | fp16 | fp32 | fp64, any strides.
+        weight: [H, D], weight of a following projection, or None. With it, the function returns
+            `torch.nn.functional.linear(result, weight, bias)` and does not save `result` for backward.
+        bias: [H], bias of that projection, or None.
 
     Returns:
-        [..., D], contiguous, in the dtype of x; [..., H] with a weight.
+        [..., D] in the dtype of x, contiguous; [..., H] with a weight.
 
     Raises:
-        ValueError: x has no axis or another dtype; weight or bias do not fit.
+        ValueError: x is 0-d or has an unsupported dtype; wrong shape of weight or bias.
 
     Example:
         >>> relu_squared(torch.tensor([-1.0, 0.0, 3.0]))

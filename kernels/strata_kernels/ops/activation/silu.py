@@ -1,6 +1,6 @@
-"""The SiLU (Swish) of feed-forward layers without a gate, as those of Conformers.
+"""SiLU (Swish), for feed-forward layers without a gate, e.g. Conformers.
 
-The formulas and the kernels are in `activation_kernels.py`, how they are launched in `activation_operators.py`.
+Formulas and kernels: `activation_kernels.py`. Launch code: `activation_operators.py`.
 
 Source: Ramachandran et al., "Searching for Activation Functions", 2017 (arXiv:1710.05941).
 """
@@ -18,20 +18,20 @@ _SILU = define("silu", "silu", UNGATED)
 def silu(x: Tensor, *, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.silu(x)`; on a GPU computed in fp32 and rounded once.
 
-    Without a weight, it moves as many bytes as PyTorch's function. With a weight, the activation is not kept: the
-    backward kernel writes it again, one of the six itemsizes that it moves per element.
+    Without a weight, it moves as many bytes as PyTorch's function. With a weight, the result of the activation is not
+    saved; the backward kernel writes it again, which is one of the 6·itemsize bytes per element that it then moves.
 
     Args:
-        x: [..., D], bf16 | fp16 | fp32 | fp64, of any strides.
-        weight: [H, D], of a projection that follows, or None: the result is then
-            `torch.nn.functional.linear(result, weight, bias)`, and what lies between is not kept for the backward pass.
-        bias: [H], of that projection.
+        x: [..., D], bf16 | fp16 | fp32 | fp64, any strides.
+        weight: [H, D], weight of a following projection, or None. With it, the function returns
+            `torch.nn.functional.linear(result, weight, bias)` and does not save `result` for backward.
+        bias: [H], bias of that projection, or None.
 
     Returns:
-        [..., D], contiguous, in the dtype of x; [..., H] with a weight.
+        [..., D] in the dtype of x, contiguous; [..., H] with a weight.
 
     Raises:
-        ValueError: x has no axis or another dtype; weight or bias do not fit.
+        ValueError: x is 0-d or has an unsupported dtype; wrong shape of weight or bias.
 
     Example:
         >>> silu(torch.tensor([-1.0, 0.0, 3.0]))

@@ -1,6 +1,6 @@
 """The gated activation of Llama-type feed-forward layers: `silu(gate) * up`.
 
-The formulas and the kernels are in `activation_kernels.py`, how they are launched in `activation_operators.py`.
+Formulas and kernels: `activation_kernels.py`. Launch code: `activation_operators.py`.
 
 Source: Shazeer, "GLU Variants Improve Transformer", 2020 (arXiv:2002.05202).
 """
@@ -25,25 +25,25 @@ def swiglu(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """`multiplier * silu(gate_multiplier * gate) * up`; on a GPU fused, computed in fp32 and rounded once.
+    """`multiplier * silu(gate_multiplier * gate) * up`; on a GPU one kernel, in fp32 and rounded once.
 
-    The multipliers are those of Falcon-H1. It applies the second one after `down_proj`; before it, the result is the
-    same up to rounding.
+    The multipliers are those of Falcon-H1, which applies `multiplier` after `down_proj`; the result is the same up to
+    rounding.
 
     Args:
-        gate: [..., D], bf16 | fp16 | fp32 | fp64, of any strides: halves of one projection are read in place.
-        up: the same shape, dtype and device.
-        gate_multiplier: of the gate, before the activation.
-        multiplier: of the result.
-        weight: [H, D], of a projection that follows, or None: the result is then
-            `torch.nn.functional.linear(result, weight, bias)`, and what lies between is not kept for the backward pass.
-        bias: [H], of that projection.
+        gate: [..., D], bf16 | fp16 | fp32 | fp64, any strides: the halves of a packed projection are not copied.
+        up: [..., D], same shape, dtype and device as gate.
+        gate_multiplier: factor of the gate, before the activation.
+        multiplier: factor of the result.
+        weight: [H, D], weight of a following projection, or None. With it, the function returns
+            `torch.nn.functional.linear(result, weight, bias)` and does not save `result` for backward.
+        bias: [H], bias of that projection, or None.
 
     Returns:
-        [..., D], contiguous, in the dtype of gate; [..., H] with a weight.
+        [..., D] in the dtype of gate, contiguous; [..., H] with a weight.
 
     Raises:
-        ValueError: gate and up differ in shape, dtype or device, or have another dtype; weight or bias do not fit.
+        ValueError: gate and up differ in shape, dtype or device; unsupported dtype; wrong shape of weight or bias.
 
     Example:
         >>> swiglu(torch.tensor([0.0, 1.0]), torch.tensor([5.0, 2.0]))
@@ -62,19 +62,19 @@ def swiglu_packed(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """`swiglu(*x.chunk(2, dim=-1))`; the gradient of x is written as one tensor, without a concatenation.
+    """`swiglu(*x.chunk(2, dim=-1))`; the kernel writes the gradient of x without `torch.cat`.
 
     Args:
-        x: [..., 2 * D], bf16 | fp16 | fp32 | fp64: gate and up side by side, of one projection.
-        gate_first: whether the gate is the first half, as in vLLM's silu_and_mul and in Phi-3; the second otherwise, as
-            in flash-attn's GatedMlp.
+        x: [..., 2 * D], bf16 | fp16 | fp32 | fp64: gate and up concatenated, as one projection returns them.
+        gate_first: whether the gate is the first half of x (vLLM's silu_and_mul, Phi-3) or the second (flash-attn's
+            GatedMlp).
         gate_multiplier, multiplier, weight, bias: as in `swiglu`.
 
     Returns:
-        [..., D], contiguous, in the dtype of x; [..., H] with a weight.
+        [..., D] in the dtype of x, contiguous; [..., H] with a weight.
 
     Raises:
-        ValueError: x has an odd last size or another dtype; weight or bias do not fit.
+        ValueError: odd last axis of x; unsupported dtype; wrong shape of weight or bias.
 
     Example:
         >>> swiglu_packed(torch.tensor([0.0, 1.0, 5.0, 2.0]))

@@ -1,12 +1,12 @@
-"""A gated feed-forward layer that takes some rows at a time, so that its activations do not grow with the rows.
+"""A gated feed-forward layer, computed in tiles of rows, so that activation memory does not grow with the rows.
 
     g = x Wgᵀ          u = x Wuᵀ          h = f(g) u          y = h Wdᵀ
-    dh = dy Wd         dg, du = those of the activation       dx = dg Wg + du Wu
+    dh = dy Wd         dg, du = activation backward           dx = dg Wg + du Wu
     dWg = Σ dgᵀ x      dWu = Σ duᵀ x      dWd = Σ dyᵀ h       sums over tiles of rows
 
-Kept for the backward pass are x and the weights; each tile's g and u are computed once more, two products of eleven.
-Beside gradients and results, six tensors [tile, I] are there at a time. Gradients of 16-bit weights are summed in fp32
-over tiles and rounded once, so that they do not depend on the tile but for the order of a sum.
+Only x and the weights are saved for backward, which recomputes g and u of each tile: 2 of 11 matrix products. Apart
+from gradients and results, six tensors [tile, I] are live at a time. Gradients of 16-bit weights are accumulated over
+tiles in fp32 and rounded once, so that they depend on the tile size only by the order of summation.
 
 Axes: N rows, H features, I inner features. Source: Snowflake's TiledMLP (arXiv:2506.13996).
 """
@@ -31,12 +31,12 @@ from .activation_operators import ACTIVATIONS
 from .activation_reference import forward_reference
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
-# The operator of each.
+# Activation → name of its operator.
 _OPERATOR = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
 
 
 def tiled_mlp_reference(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
-    """The same in plain PyTorch, all rows at once."""
+    """`tiled_mlp` in plain PyTorch, all rows at once."""
     inner = forward_reference(activation, functional.linear(x, gate), functional.linear(x, up), 1.0, 1.0)
     return functional.linear(inner, down)
 
@@ -50,7 +50,7 @@ def _tiles(n_rows: int, tile: int) -> Iterator[slice]:
     " bool want_weights) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 class _Backward(Operator):
-    """dx, and the gradients of the weights, empty if not wanted."""
+    """dx, and the gradients of the three weights; empty unless `want_weights`."""
 
     @staticmethod
     def forward(
@@ -70,7 +70,7 @@ class _Backward(Operator):
             pairs = ((dg, x_part), (du, x_part), (dy_part, h))
             for total, (d_out, given) in zip(sums, pairs, strict=want_weights):
                 total.add(d_out, given, 0, first=part.start == 0)
-            # Before those of the next tile are there.
+            # Free this tile's tensors before the next tile allocates.
             del dg, du, h, pairs
         if not want_weights:
             return dx, *(x.new_empty(0) for _ in range(3))  # type: ignore[return-value]
@@ -125,27 +125,27 @@ def tiled_mlp(
     activation: Activation = "silu",
     tile: int = 4096,
 ) -> Tensor:
-    """A gated feed-forward layer that computes `tile` rows at a time; only x is kept for the backward pass.
+    """A gated feed-forward layer that computes `tile` rows at a time and saves only x and the weights for backward.
 
     Equivalent to::
 
         h = F.silu(F.linear(x, gate_weight)) * F.linear(x, up_weight)
         y = F.linear(h, down_weight)
 
-    Under `torch.func` the operator is plain PyTorch. So is a second derivative, which computes all rows at once.
+    Under `torch.func` transforms, and for second derivatives, it runs in plain PyTorch with all rows at once.
 
     Args:
         x: [..., H], bf16 | fp16 | fp32 | fp64, any strides.
-        gate_weight, up_weight: [I, H], of x's dtype; under autocast all are cast to its dtype. Not DTensors.
+        gate_weight, up_weight: [I, H], of x's dtype. Autocast casts x and the weights. No DTensors.
         down_weight: [H', I], of x's dtype.
         activation: "silu" (Llama, Qwen), "gelu", or "gelu_tanh" (Gemma).
-        tile: rows at a time. Fewer take less memory; products of few rows leave a GPU idle.
+        tile: rows per tile. Smaller tiles need less memory, but small matrix products underuse a GPU.
 
     Returns:
-        [..., H'], contiguous, of x's dtype.
+        [..., H'] in x's dtype, contiguous.
 
     Raises:
-        ValueError: a shape, dtype, device or option does not fit.
+        ValueError: a wrong shape, dtype, device or option.
 
     Example:
         >>> gate, up, down = torch.randn(16, 8), torch.randn(16, 8), torch.randn(8, 16)
@@ -173,7 +173,7 @@ def tiled_mlp(
     down_weight = autocast(x, down_weight, None)[1]
     x, gate_weight, up_weight = autocast(x, gate_weight, up_weight)  # type: ignore[assignment]
     if not has_dtype(x) or any(w.dtype != x.dtype for w in (gate_weight, up_weight, down_weight)):
-        raise ValueError(f"x and the weights must have one dtype of {DTYPES}, not {x.dtype} and {down_weight.dtype}")
+        raise ValueError(f"x and weights must share one dtype of {DTYPES}, not {x.dtype} and {down_weight.dtype}")
     if is_transformed():
         return tiled_mlp_reference(x, gate_weight, up_weight, down_weight, activation)
     y: Tensor = _TiledMLP.apply(x, gate_weight, up_weight, down_weight, activation, tile)

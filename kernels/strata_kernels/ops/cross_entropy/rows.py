@@ -179,7 +179,7 @@ def _launch_rows(
         words_per_part = 3 if results.prediction is not None else 2 if options.label_smoothing else 1
         words_per_part = words_per_part if results.mean is None else 4
         if (words_per_part + 1) * n_parts >= 2**31:
-            raise ValueError(f"{target.shape[0]} rows of logits are too many for an index in 32 bits: split them")
+            raise ValueError(f"{target.shape[0]} rows of logits are too many for a 32-bit index: split them")
         words = z.new_zeros(words_per_part * n_parts, dtype=torch.int64)
         weight_sum = weight.sum() if weight is not None and options.label_smoothing else None
         distance = min(n_parts, parts + tile.distance_per_sm * multiprocessors(z.device))

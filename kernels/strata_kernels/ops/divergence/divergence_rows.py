@@ -190,7 +190,7 @@ def _parts(z: Tensor, tile: Tile | NarrowTile, smallest: int) -> tuple[int, int,
     parts = triton.cdiv(z.shape[1], block)
     n_parts = z.shape[0] * parts
     if 3 * n_parts >= 2**31:
-        raise ValueError(f"{z.shape[0]} rows of logits are too many for an index in 32 bits: split them")
+        raise ValueError(f"{z.shape[0]} rows of logits are too many for a 32-bit index: split them")
     return block, parts, n_parts
 
 

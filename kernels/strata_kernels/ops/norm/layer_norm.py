@@ -6,7 +6,7 @@
 
 Source: Ba, Kiros and Hinton, "Layer Normalization", 2016 (arXiv:1607.06450).
 
-Bytes moved per element at the least: forward 2·itemsize, backward 3·itemsize.
+Minimum bytes moved per element: forward 2·itemsize, backward 3·itemsize.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .._operator import Operator, is_transformed, operator, plain_gradients
 from .norm_launch import norm_backward, norm_forward
 from .norm_reference import gradient_like, norm_reference, normalized_like, statistics_like, unfilled
 
-# Rounded once, at the end, to the dtype of x.
+# Rounding as in "gemma": once, at the end, to the dtype of x.
 _CAST = "gemma"
 
 
@@ -52,7 +52,7 @@ class _LayerNormBackward(Operator):
 
 @operator("layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor)")
 class _LayerNorm(Operator):
-    """y and the statistics that the backward pass needs."""
+    """y, and the statistics that backward needs: mean and rstd of each row."""
 
     recomputed = 1
 
@@ -90,22 +90,22 @@ def _plain(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) ->
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """`torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)`, fused; computed in fp32, rounded once.
+    """`torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)`, in one kernel, in fp32, rounded once.
 
-    Autocast has no effect: the arithmetic is fp32 in any case, and the result keeps the dtype of x. Under `torch.func`
-    the operator is plain PyTorch.
+    Autocast has no effect: arithmetic is always fp32, and the result has the dtype of x. Under `torch.func` transforms,
+    the operator runs in plain PyTorch.
 
     Args:
-        x: [..., D], bf16 | fp16 | fp32 | fp64, of any strides. fp64 runs in plain PyTorch on every device.
-        weight: [D], or None for no weight; of any of these dtypes.
-        bias: [D], or None for no bias; of any of these dtypes.
+        x: [..., D], bf16 | fp16 | fp32 | fp64, any strides. fp64 runs in plain PyTorch on every device.
+        weight: [D], any of these dtypes, or None.
+        bias: [D], any of these dtypes, or None.
         eps: added to the variance.
 
     Returns:
         [..., D], contiguous, in the dtype of x.
 
     Raises:
-        ValueError: x has no axis, a weight or bias of another shape or device, or another dtype.
+        ValueError: x is 0-d or has an unsupported dtype; weight or bias has the wrong shape, dtype or device.
 
     Example:
         >>> layer_norm(torch.tensor([1.0, 3.0]), eps=0.0)

@@ -1,15 +1,14 @@
-"""Norms whose result a condition scales and shifts, as in diffusion transformers (adaLN).
+"""Norms whose result is scaled and shifted by a conditioning input, as in diffusion transformers (adaLN).
 
     x̂ = (x - mean) rstd            n = x̂ (offset + w) + b            y = n (1 + s_m) + t_m
     g = dy (1 + s_m) (offset + w)  dx = rstd (g - mean(g) - x̂ mean(g x̂))
     A_m = Σ_rows of m dy x̂         T_m = Σ_rows of m dy              ds_m = (offset + w) A_m + b T_m        dt_m = T_m
     dw  = Σ_m (1 + s_m) A_m        db  = Σ_m (1 + s_m) T_m
 
-without mean and mean(g) for RMSNorm. Source: Peebles and Xie (arXiv:2212.09748). Axes: N rows, D features, M rows of
-modulation, each for N / M neighboring rows of x. A and T are
-summed in fp32 and in a fixed order.
+without mean and mean(g) for RMSNorm. Source: Peebles and Xie (arXiv:2212.09748). Axes: N rows, D features, M
+modulations (scale and shift), each for N / M consecutive rows of x. A and T are summed in fp32 in a fixed order.
 
-Bytes moved per element at the least: forward 2·itemsize, backward 3·itemsize; 3 and 6 with a modulation of each row.
+Minimum bytes moved per element: forward 2·itemsize, backward 3·itemsize; 3 and 6 if M = N.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from .._launch import DTYPES, accumulator, as_rows, dense, describe, has_dtype, 
 from .._operator import Operator, is_transformed, operator, plain_gradients
 from .modulated_norm_kernels import modulated_norm_bwd_kernel, modulated_norm_fwd_kernel
 
-# The widest row that a program holds.
+# Features of the widest row that the kernels support; a program holds a row in registers.
 _MOST_FEATURES = 65536
-# Of a program: several narrow rows, or one.
+# Elements per program: several narrow rows, or one row.
 _TILE = 2048
 _ELEMENTS_PER_WARP = 512
-# Programs per multiprocessor that walk over rows.
+# Programs per multiprocessor; each loops over rows.
 _OCCUPANCY = 2
 
 
@@ -47,7 +46,7 @@ def _has_kernel(x: Tensor) -> bool:
 
 
 def _normalized(x: Tensor, eps: float, center: bool) -> tuple[Tensor, Tensor]:
-    """(x̂, the statistics [1 + center, N])."""
+    """(x̂, statistics [1 + center, N]: rstd, then mean if `center`)."""
     wide = x.to(accumulator(x.dtype))
     mean = wide.mean(-1, keepdim=True)
     wide = wide - mean if center else wide
@@ -56,7 +55,7 @@ def _normalized(x: Tensor, eps: float, center: bool) -> tuple[Tensor, Tensor]:
 
 
 def _over_rows(modulation: Tensor, x: Tensor) -> Tensor:
-    """[*leading axes of x, 1, ..., D], for arithmetic with x."""
+    """modulation [..., D] as [..., 1, ..., D], broadcastable against x."""
     width, leading = x.shape[-1], modulation.shape[:-1]
     return modulation.reshape(*leading, *[1] * (x.dim() - 1 - len(leading)), width)
 
@@ -65,7 +64,7 @@ def modulated_norm_reference(
     x: Tensor, scale: Tensor, shift: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     eps: float, offset: float, center: bool,
 ) -> Tensor:  # fmt: skip
-    """The same in plain PyTorch."""
+    """`modulated_rms_norm` or, if `center`, `modulated_layer_norm`, in plain PyTorch."""
     y, _ = _normalized(x, eps, center)
     y = y if weight is None else y * (weight.to(y.dtype) + offset)
     y = y if bias is None else y + bias
@@ -74,7 +73,7 @@ def modulated_norm_reference(
 
 
 def _shared(x: Tensor, scale: Tensor) -> int:
-    """How many rows share a modulation."""
+    """Number of rows of x per modulation."""
     return x.numel() // max(scale.numel(), 1)
 
 
@@ -83,7 +82,7 @@ def _shared(x: Tensor, scale: Tensor) -> int:
     " float offset, bool center) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 class _Backward(Operator):
-    """dx, dscale, and dshift, dw and db, empty where there is none."""
+    """dx, dscale, dshift, dw and db; empty tensors for absent inputs."""
 
     @staticmethod
     def forward(
@@ -125,7 +124,7 @@ def _launch_backward(
     dy: Tensor, x: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None, stats: Tensor,
     dx: Tensor, dscale: Tensor, dshift: Tensor | None, offset: float, center: bool,
 ) -> Tensor:  # fmt: skip
-    """Fill dx, and dscale and dshift of each row if rows have one each; returns A and T [2, M, D]."""
+    """Fill dx, and dscale and dshift if each row has its own modulation; return A and T, [2, M, D] fp32."""
     n_shared, width, plan = _shared(x, scale), x.shape[-1], _plan(x.shape[-1], center)
     rows, incoming, modulation = as_rows(x), as_rows(dy), as_rows(scale)
     n_rows, each = rows.shape[0], n_shared == 1
@@ -176,7 +175,7 @@ def _reference_sums(
     " bool center) -> (Tensor, Tensor)"
 )
 class _ModulatedNorm(Operator):
-    """y, and the statistics [1 + center, N]."""
+    """y, and statistics [1 + center, N]: rstd, then mean if `center`."""
 
     @staticmethod
     def forward(
@@ -189,7 +188,7 @@ class _ModulatedNorm(Operator):
         (y, stats), rows = _ModulatedNorm.fake(x, center), as_rows(x)
         plan, n_rows = _plan(x.shape[-1], center), rows.shape[0]
         if n_rows + plan["ROWS"] >= 2**31:
-            raise ValueError(f"x has {n_rows} rows, too many for an index in 32 bits: split it")
+            raise ValueError(f"x has {n_rows} rows, too many for a 32-bit index: split it")
         scales, shifts = as_rows(scale), None if shift is None else as_rows(shift)
         launch(
             modulated_norm_fwd_kernel, (triton.cdiv(n_rows, plan["ROWS"]),),
@@ -232,29 +231,28 @@ def modulated_rms_norm(
     *,
     offset: float = 0.0,
 ) -> Tensor:
-    """RMSNorm with a scale and a shift from a condition.
+    """RMSNorm, then scale and shift by a conditioning input.
 
     Equivalent to::
 
         y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (offset + weight)
-        y = y * (1 + scale) + shift              # of each row, where they have fewer axes than x
+        y = y * (1 + scale) + shift              # scale and shift broadcast over the missing axes
 
-    computed in fp32 and rounded once. Under `torch.func` the operator is plain PyTorch.
+    computed in fp32 and rounded once. Under `torch.func` transforms, the operator runs in plain PyTorch.
 
     Args:
-        x: [..., D], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides. More than 65536 features run in plain
-            PyTorch, too.
-        scale, shift: of any of these dtypes, both of one shape: that of x, or its first axes and D, as [D], [B, D] and
-            [B, 1, D] for x [B, T, D]. shift may be left out.
-        weight: [D], of any of these dtypes, or None.
+        x: [..., D], bf16 | fp16 | fp32 | fp64, any strides. fp64 and D > 65536 run in plain PyTorch.
+        scale, shift: same shape, any of these dtypes: the shape of x, or leading axes of x and D, e.g. [D], [B, D] or
+            [B, 1, D] for x [B, T, D]. shift may be None.
+        weight: [D], any of these dtypes, or None.
         eps: added to the mean square.
         offset: added to the weight, in fp32.
 
     Returns:
-        Of x's shape and dtype, contiguous.
+        Same shape and dtype as x, contiguous.
 
     Raises:
-        ValueError: a shape, dtype or device does not fit.
+        ValueError: a wrong shape, dtype or device.
 
     Example:
         >>> modulated_rms_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]), eps=0.0)
@@ -271,14 +269,14 @@ def modulated_layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """LayerNorm with a scale and a shift from a condition: `modulate(norm(x), shift, scale)` in DiT.
+    """LayerNorm, then scale and shift by a conditioning input: `modulate(norm(x), shift, scale)` in DiT.
 
     Equivalent to::
 
         y = F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-        y = y * (1 + scale) + shift              # of each row, where they have fewer axes than x
+        y = y * (1 + scale) + shift              # scale and shift broadcast over the missing axes
 
-    computed in fp32 and rounded once. Arguments, returns and errors as in `modulated_rms_norm`; bias: [D], of any of
+    computed in fp32 and rounded once. Arguments, result and errors as in `modulated_rms_norm`; bias: [D], any of
     these dtypes, or None.
 
     Example:
@@ -300,10 +298,10 @@ def _modulated_norm(
     fits = scale.shape[-1:] == x.shape[-1:] and leading == x.shape[: len(leading)] and scale.dim() <= x.dim()
     if not fits or not has_dtype(scale):
         raise ValueError(
-            f"scale {describe(scale)} must be {DTYPES} of the first axes of x {describe(x)} and {x.shape[-1]} features"
+            f"scale {describe(scale)} must be {DTYPES} with leading axes of x {describe(x)} and {x.shape[-1]} features"
         )
     if shift is not None and (shift.shape != scale.shape or not has_dtype(shift)):
-        raise ValueError(f"shift {describe(shift)} must be {DTYPES} of the shape of scale {describe(scale)}")
+        raise ValueError(f"shift {describe(shift)} must be {DTYPES} and have the shape of scale {describe(scale)}")
     for name, given in (("weight", weight), ("bias", bias)):
         if given is not None and (given.shape != x.shape[-1:] or not has_dtype(given)):
             raise ValueError(f"{name} must be {DTYPES} of shape [{x.shape[-1]}], got {describe(given)}")

@@ -1,7 +1,7 @@
-"""Kernels of norms whose result a condition scales and shifts; formulas and axes: see `modulated_norm`.
+"""Kernels of the modulated norms; formulas and axes: see `modulated_norm`.
 
-Backward, each program walks over some rows of one modulation and keeps their A and T in fp32. Where each row has a
-modulation of its own, ds and dt are stored row by row, and the two sums are those of dw and db.
+In backward, each program loops over some rows of one modulation and accumulates their A and T in fp32. If each row has
+its own modulation, ds and dt are stored row by row, and the two accumulators are those of dw and db.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -27,7 +27,7 @@ def modulated_norm_fwd_kernel(
     n_rows, n_shared, stride_x, stride_scale, stride_shift, eps, offset,
     D: tl.constexpr, CENTER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y of ROWS rows, and p_stats [1 + CENTER, N]: rstd and mean. n_shared: rows that share a modulation."""
+    """y of ROWS rows, and p_stats [1 + CENTER, N]: rstd and mean. n_shared: rows per modulation."""
     i_r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     m_r = i_r < n_rows
     o_m = (i_r // n_shared).to(tl.int64)
@@ -58,10 +58,10 @@ def modulated_norm_bwd_kernel(
     n_rows, n_shared, n_programs, stride_x, stride_dy, stride_scale, offset,
     D: tl.constexpr, CENTER: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dx of some tiles of ROWS rows of one modulation, and p_sums [2, M, n_programs, D]: their A and T.
+    """dx of some tiles of ROWS rows of one modulation, and their A and T in p_sums [2, M, n_programs, D].
 
-    EACH: rows have a modulation each, M is 1 and n_shared all rows, p_dscale and p_dshift are filled, and A and T are
-    those of dw and db.
+    EACH: each row has its own modulation. Then M is 1, n_shared is the number of all rows, p_dscale and p_dshift are
+    written, and p_sums holds the terms of dw and db instead of A and T.
     """
     i_m = tl.program_id(0) // n_programs
     i_first = tl.cast(i_m, tl.int64) * n_shared

@@ -1,22 +1,23 @@
-"""Normalization over the last axis: one forward and one backward kernel for RMSNorm, add and RMSNorm, and LayerNorm.
+"""Normalization over the last axis: one forward and one backward kernel for RMSNorm, add + RMSNorm, and LayerNorm.
 
-    h    = x + residual, rounded to the dtype of x; without a residual h is x
-    x̂    = (h - mean) · rstd                   mean of h, or 0 where rows are not centered
+    h    = x + residual, rounded to the dtype of x; h = x without a residual
+    x̂    = (h - mean) · rstd                   mean of h; 0 for RMSNorm
     rstd = 1 / sqrt(mean((h - mean)²) + eps)
-    y    = x̂ · (offset + w) + b                absent weights are 1, absent biases 0
+    y    = x̂ · (offset + w) + b                offset + w is 1 without a weight, b is 0 without a bias
 
     g    = dy · (offset + w)
-    dx   = rstd · (g - mean(g) - x̂ · mean(g · x̂)) + dh           mean(g) where rows are centered, dh where h is used
+    dx   = rstd · (g - mean(g) - x̂ · mean(g · x̂)) + dh           mean(g) only for LayerNorm; dh only if h is an output
     dw   = Σ_rows dy · x̂                       db = Σ_rows dy
 
-Axes: R rows (all leading axes), D features. A row is cut in CHUNKS blocks of BLOCK features, so that a width between
-two powers of two is not padded to the next one. Up to a width the blocks stay in registers, in the dtype in which they
-were read, while the row is reduced; wider rows are walked over again, out of L2.
+Axes: R rows (all leading axes), D features. A row is split into CHUNKS blocks of BLOCK features, so that D is not
+padded to the next power of two. Narrow rows stay in registers, in their input dtype, while they are reduced (KEEP);
+wider rows are loaded again, from L2.
 
-Forward, a program takes one tile of rows. Backward, it walks over tiles, while the next ones are on their way to shared
-memory; dw and db are summed in registers, and every program leaves one fp32 row of them. A second kernel adds these
-rows; or, where starting it costs more, the last program of each group to finish, and then the last group. Either order
-is fixed, so results repeat bit for bit. Rows whose dw does not fit into one program's registers are shared by several.
+In forward, a program computes one tile of rows. In backward, it loops over tiles, with prefetch into shared memory; dw
+and db are accumulated in registers, and each program stores one fp32 row of partial sums. A second kernel adds these
+rows. Where a second launch costs more than the sum, the last program of each group to finish adds the group's rows, and
+the last group adds the groups'. Both orders are fixed, so results are bitwise reproducible. If dw of a row does not fit
+into the registers of one program, SPLIT programs share the row.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: disable-error-code="assignment"
@@ -29,7 +30,7 @@ import triton.language as tl
 
 @triton.jit
 def _columns(i, m_r, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Block i of the features: offsets, which of them there are, and the mask of a block of rows."""
+    """Block i of the features: offsets [BLOCK], their mask [BLOCK], and the mask [ROWS, BLOCK]."""
     o_d = i * BLOCK + tl.arange(0, BLOCK)
     m_d = o_d < D
     return o_d, m_d, m_r[:, None] & m_d[None, :]
@@ -47,7 +48,7 @@ def _store(p_x, o_r, stride, o_d, b_x, m):
 
 @triton.jit
 def _widen(b_x, REPACK: tl.constexpr):
-    """The block in fp32. REPACK hides its origin: the compiler would keep an earlier fp32 copy of it in registers."""
+    """The block in fp32. REPACK: no-op PTX, or the compiler would keep an earlier fp32 copy in registers."""
     if REPACK and b_x.dtype.primitive_bitwidth == 16:
         b_x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_x], dtype=b_x.dtype, is_pure=False, pack=2)
     return b_x.to(tl.float32)
@@ -55,13 +56,13 @@ def _widen(b_x, REPACK: tl.constexpr):
 
 @triton.jit
 def _again(b_x, i: tl.constexpr, p_x, o_r, stride, o_d, m, KEEP: tl.constexpr, REPACK: tl.constexpr):
-    """Block i of the rows in fp32, kept in b_x or read once more."""
+    """Block i of the rows in fp32: from registers (b_x) if KEEP, else loaded again."""
     return _widen(b_x[i], REPACK) if KEEP else _load(p_x, o_r, stride, o_d, m).to(tl.float32)
 
 
 @triton.jit
 def _parameter(p_w, o_d, m_d):
-    """A block of a weight or bias as a row in fp32."""
+    """A block of a weight or bias, fp32 [1, BLOCK]."""
     return tl.load(p_w + o_d, mask=m_d, other=0.0, eviction_policy="evict_last").to(tl.float32)[None, :]
 
 
@@ -72,7 +73,7 @@ def norm_fwd_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
     KEEP: tl.constexpr, REPACK: tl.constexpr, COUNTERS: tl.constexpr,
 ):  # fmt: skip
-    """y, h and the statistics of ROWS rows: rstd of every row, the mean of every row, then COUNTERS zeros."""
+    """y, h and the statistics of ROWS rows. p_stats: rstd of all rows, their means if CENTER, then COUNTERS zeros."""
     p_row = p_x
     stride_row = stride_x
     if p_res is not None:
@@ -98,7 +99,7 @@ def norm_fwd_kernel(
         b_sum += b_x if CENTER else b_x * b_x
     b_mean = (tl.sum(b_sum, 1) / D)[:, None]
     if p_res is not None and not KEEP:
-        # h is read again, perhaps by other threads than wrote it.
+        # h is loaded again, possibly by threads other than those that stored it.
         tl.debug_barrier()
     if CENTER:
         tl.store(p_stats + n_rows + o_r[:, None], b_mean, mask=m_r[:, None])
@@ -129,13 +130,13 @@ def norm_fwd_kernel(
 
 @triton.jit
 def _add_rows(p_from, n_rows, stride, p_to, i_d, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """to[d] = Σ_r from[r, d] for BLOCK columns from i_d on: fp32, in a fixed order, rounded once."""
+    """p_to[d] = Σ_r p_from[r, d] for BLOCK columns starting at i_d; fp32, fixed order, rounded once."""
     o_d = i_d + tl.arange(0, BLOCK)
     b_sum = tl.zeros([ROWS, BLOCK], tl.float32)
     for i_r in range(0, n_rows, ROWS):
         o_r = i_r + tl.arange(0, ROWS)
         m = (o_r < n_rows)[:, None] & (o_d < D)[None, :]
-        # Past L1, which does not see what other multiprocessors write.
+        # Bypass L1, which is not coherent with stores of other multiprocessors.
         b_sum += tl.load(p_from + o_r[:, None] * stride + o_d[None, :], mask=m, other=0.0, cache_modifier=".cg")
     tl.store(p_to + o_d, tl.sum(b_sum, 0).to(p_to.dtype.element_ty), mask=o_d < D)
 
@@ -144,7 +145,7 @@ def _add_rows(p_from, n_rows, stride, p_to, i_d, D: tl.constexpr, ROWS: tl.const
 def add_rows_kernel(
     p_partial, p_dw, p_db, n_rows, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """BLOCK features of dw and db from the n_rows rows of p_partial: dw first, of WIDTH in all."""
+    """BLOCK features of dw and db: sums over the rows of p_partial [n_rows, WIDTH], which holds dw, then db."""
     i_d = tl.program_id(0) * BLOCK
     if p_dw is not None:
         _add_rows(p_partial, n_rows, WIDTH, p_dw, i_d, D, ROWS, BLOCK)
@@ -154,8 +155,8 @@ def add_rows_kernel(
 
 @triton.jit
 def _arrive_last(p_counter, n):
-    """Whether this program is the last of n to come here; what the others wrote before is visible to it then."""
-    # All threads of this program have written before one of them counts.
+    """Whether this program is the last of n to arrive; if so, it sees all earlier stores of the others."""
+    # All threads of this program finish their stores before one of them increments the counter.
     tl.debug_barrier()
     last = tl.atomic_add(p_counter, 1.0, sem="acq_rel") == n - 1
     if last:
@@ -168,7 +169,7 @@ def _add_by_the_last(
     p_partial, p_dw, p_db, p_counters, D: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """As `add_rows_kernel`, by the programs that wrote the rows. Program p belongs to group p modulo GROUPS."""
+    """`add_rows_kernel` inside the backward kernel. Program p belongs to group p % GROUPS."""
     i_g = tl.program_id(0) % GROUPS
     n_members = tl.cdiv(tl.num_programs(0) - i_g, GROUPS)
     if _arrive_last(p_counters + 1 + i_g, n_members):
@@ -186,7 +187,7 @@ def _add_by_the_last(
 
 @triton.jit
 def _kept(p_w, D: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, KEEP: tl.constexpr):
-    """The blocks of the weight in its dtype, where they stay in registers over all tiles; otherwise none."""
+    """If KEEP, the blocks of the weight in its dtype, in registers for all tiles; else an empty tuple."""
     b_w = ()
     if KEEP and p_w is not None:
         for i in tl.static_range(CHUNKS):
@@ -197,7 +198,7 @@ def _kept(p_w, D: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, KEEP:
 
 @triton.jit
 def _scale(b_w, i: tl.constexpr, p_w, o_d, m_d, KEEP: tl.constexpr, REPACK: tl.constexpr):
-    """Block i of the weight as a row in fp32."""
+    """Block i of the weight, fp32 [1, BLOCK]."""
     return _widen(b_w[i], REPACK)[None, :] if KEEP else _parameter(p_w, o_d, m_d)
 
 
@@ -211,7 +212,7 @@ def _zeros(ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _store_sums(p_to, b_sums, n_cols, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
-    """The column sums of all blocks, next to each other, of which n_cols columns exist."""
+    """Store the column sums of all blocks contiguously, n_cols columns in all."""
     for i in tl.static_range(CHUNKS):
         o_d = i * BLOCK + tl.arange(0, BLOCK)
         tl.store(p_to + o_d, tl.sum(b_sums[i], 0), mask=o_d < n_cols)
@@ -224,17 +225,17 @@ def norm_bwd_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     KEEP: tl.constexpr, REPACK: tl.constexpr, GROUPS: tl.constexpr, ADD_ROWS: tl.constexpr, ADD_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dx of tiles of ROWS rows, and this program's row of p_partial: its sums of dw and db over all of its tiles.
+    """dx of tiles of ROWS rows, and this program's row of p_partial: dw and db summed over its tiles.
 
-    SPLIT programs, next to each other, share their tiles: all of them reduce the rows, each writes its own columns.
-    Where GROUPS is not 0 and `fused` is 1, the last programs add the rows of p_partial up to dw and db.
+    SPLIT consecutive programs share the same tiles: each of them reduces the rows, and stores its own columns.
+    If GROUPS > 0 and `fused` is 1, the last programs to finish add the rows of p_partial into dw and db.
     """
     WIDTH: tl.constexpr = (D if p_dw is not None else 0) + (D if p_db is not None else 0)
     OWN: tl.constexpr = CHUNKS // SPLIT
     i_p = tl.program_id(0) // SPLIT
     i_own = tl.program_id(0) % SPLIT * OWN
     b_w = _kept(p_w, D, BLOCK, CHUNKS, KEEP)
-    # The sums over rows stay elementwise until the end: one reduction in all instead of one per tile.
+    # Accumulate [ROWS, BLOCK] and reduce over ROWS once after the loop, not once per tile.
     b_dw = _zeros(ROWS, BLOCK, OWN if p_dw is not None else 0)
     b_db = _zeros(ROWS, BLOCK, OWN if p_db is not None else 0)
     for i_t in tl.range(i_p, tl.cdiv(n_rows, ROWS), tl.num_programs(0) // SPLIT, num_stages=STAGES):

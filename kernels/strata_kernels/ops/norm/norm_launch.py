@@ -1,4 +1,4 @@
-"""The launch tables of the norms, and the host functions that launch their kernels or call the reference."""
+"""Launch tables of the norms, and the host functions that launch the kernels or call the reference."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from .norm_reference import (
 
 @dataclass(frozen=True)
 class Tile:
-    """How rows of up to `row` bytes are cut, and how many programs walk over them.
+    """Launch-table entry for rows of up to `row` bytes.
 
-    row: the widest row, bytes.
-    warps: of a program.
-    tile: bytes of a tile, for rows of which several go into one.
-    block: bytes of a block, at most; a narrower row, padded to a power of two, is one block.
-    keep: whether a row stays in registers or is walked over again.
-    stages, occupancy: of the backward pass's loop over tiles; its programs per multiprocessor.
-    groups: of programs that may add their sums of dw and db themselves, 0 for none.
+    row: bytes of the widest row.
+    warps: warps per program.
+    tile: bytes of a tile of several narrow rows; 0 for one row per tile.
+    block: maximum bytes of a block; a narrower row, padded to a power of two, is one block.
+    keep: whether a row stays in registers between its reduction and its use, or is loaded again.
+    stages: pipeline stages of the backward kernel's loop over tiles.
+    occupancy: programs per multiprocessor of the backward kernel.
+    groups: groups of programs that add dw and db inside the backward kernel; 0: a second kernel adds them.
     """
 
     row: int
@@ -54,8 +55,8 @@ _FORWARD = (
     Tile(row=2**17, block=2**14, warps=16),
     Tile(row=2**40, block=2**14, warps=32, keep=False),
 )
-# About 60 KiB of rows on their way to a multiprocessor are best: fewer do not hide the distance, more get in each
-# other's way. Adding up wider rows of sums would keep the last program for longer than another kernel takes to start.
+# About 60 KiB of loads in flight per multiprocessor are fastest: fewer do not hide memory latency, more contend.
+# `groups` only for narrow rows: with wide ones, the last program would add for longer than a second launch takes.
 _BACKWARD = (
     Tile(row=2**9, tile=2**13, warps=8, stages=5, groups=15),
     Tile(row=2**12, tile=2**12, warps=4, stages=4, occupancy=2),
@@ -66,14 +67,14 @@ _BACKWARD = (
     Tile(row=2**15, block=2**14, warps=32, keep=False),
     Tile(row=2**40, block=2**13, warps=16, keep=False),
 )
-# Sums (of dw and db) that one program keeps in registers where rows are walked over again.
+# Without `keep`: elements of dw and db that one program accumulates in registers.
 _OWN_SUMS = 20480
-# An input of up to so many bytes is done sooner than another kernel could be started.
+# Up to this many bytes of input, the kernel is faster than a second launch.
 _BRIEF = 2**23
 
 
 def _cut(table: tuple[Tile, ...], width: int, itemsize: int, interpreted: bool) -> tuple[Tile, dict[str, Any]]:
-    """The table's row for rows of `width` features, and the constexprs that follow from it."""
+    """(launch-table entry for rows of `width` features, constexprs derived from it)."""
     tile = next(tile for tile in table if width * itemsize <= tile.row)
     padded = triton.next_power_of_2(width)
     block = min(padded, tile.block // itemsize)
@@ -83,7 +84,7 @@ def _cut(table: tuple[Tile, ...], width: int, itemsize: int, interpreted: bool) 
         "BLOCK": block,
         "CHUNKS": triton.cdiv(width, block),
         "KEEP": tile.keep,
-        # Narrow rows need no care, and may leave a thread with one element. The interpreter knows no assembly.
+        # Not for narrow rows, where a thread may hold one element, nor in the interpreter, which has no assembly.
         "REPACK": padded > 256 and not interpreted,
         "num_warps": tile.warps,
     }
@@ -100,7 +101,7 @@ def _forward_plan(width: int, itemsize: int, cast: str, center: bool, interprete
 def _backward_plan(
     width: int, itemsize: int, gradients: int, center: bool, interpreted: bool
 ) -> tuple[Tile, dict[str, Any]]:
-    """The table's row and the constexprs of the backward kernel for so many `gradients` of weight and bias."""
+    """(launch-table entry, constexprs of the backward kernel); gradients: how many of dw and db are computed."""
     tile, cut = _cut(_BACKWARD, width, itemsize, interpreted)
     split = 1 if tile.keep else max(1, triton.cdiv(width * gradients, _OWN_SUMS))
     chunks = triton.cdiv(cut["CHUNKS"], split) * split
@@ -109,7 +110,7 @@ def _backward_plan(
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int]:
-    """x with adjacent features in its rows, and the distance of rows; a copy only where strides allow no view."""
+    """(x as rows with stride 1 along features, the row stride); a view of x where its strides allow it, else a copy."""
     if not x.is_contiguous():
         x = x.reshape(-1, x.shape[-1])
         if x.stride(1) == 1:
@@ -126,7 +127,7 @@ def norm_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     eps: float, offset: float, cast: str, center: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """y, h (x itself without a residual) and the statistics."""
+    """y, h (x itself without a residual) and the statistics of `statistics_like`."""
     if not takes_kernel(x):
         return norm_reference(x, residual, weight, bias, eps, offset, cast, center)
     y, stats = normalized_like(x, weight, cast), statistics_like(x, center)
@@ -136,9 +137,9 @@ def norm_forward(
     width = x.shape[-1]
     n_rows = x.numel() // width
     plan = _forward_plan(width, x.itemsize, cast, center, x.is_cpu)
-    # Up to a tile more is counted in the kernels, in 32 bits.
+    # The kernels compute 32-bit row indices, up to one tile beyond the last row.
     if n_rows + plan["ROWS"] >= 2**31:
-        raise ValueError(f"x has {n_rows} rows, too many for an index in 32 bits: split it")
+        raise ValueError(f"x has {n_rows} rows, too many for a 32-bit index: split it")
     launch(
         norm_fwd_kernel, (-(-n_rows // plan["ROWS"]),),
         rows, residual_rows, dense(weight), dense(bias), y, h, stats, n_rows, stride, residual_stride, eps, offset,
@@ -151,7 +152,7 @@ def norm_backward(
     dy: Tensor, dh: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor, offset: float, center: bool,
     dw: Tensor | None, db: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """dx; dw and db are filled where they are given. `x` is the h of the forward pass."""
+    """dx; also fills dw and db unless they are None. `x` is h of the forward pass."""
     if x.numel() == 0:
         for gradient in (dw, db):
             if gradient is not None:

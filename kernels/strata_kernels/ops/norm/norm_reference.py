@@ -1,4 +1,4 @@
-"""The norms in plain PyTorch: the shapes and dtypes of what they return, and its values."""
+"""The norms in plain PyTorch, and the shapes and dtypes of their results."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from torch import Tensor
 
 from .._launch import accumulator
 
-# Zeros behind the statistics, in which programs of the backward kernel count: one for all groups, one for each.
+# Zeros after the statistics, arrival counters of the backward kernel: one for all groups, then one per group.
 COUNTERS = 16
 
 
 def unfilled(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A contiguous tensor of the shape and device of x, and of its dtype unless another one is given."""
+    """An uninitialized contiguous tensor with the shape and device of x, and its dtype unless `dtype` is given."""
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def normalized_like(x: Tensor, weight: Tensor | None, cast: str) -> Tensor:
-    """An unfilled y: as eager PyTorch promotes; "gemma" rounds after the weight, so it keeps the dtype of x."""
+    """An uninitialized y, in the dtype that x and weight promote to; for "gemma", in the dtype of x."""
     if weight is None or weight.dtype == x.dtype or cast == "gemma":
         return unfilled(x)
     return unfilled(x, torch.promote_types(x.dtype, weight.dtype))
 
 
 def statistics_like(x: Tensor, center: bool) -> Tensor:
-    """An unfilled vector of what the backward pass needs: rstd of every row, the mean of every row, counters."""
+    """An uninitialized vector of the saved statistics: rstd of all rows, their means if `center`, counters."""
     n_rows = x.numel() // x.shape[-1]
     return x.new_empty(n_rows * (1 + center) + COUNTERS, dtype=accumulator(x.dtype))
 
 
 def gradient_like(weight: Tensor | None, wanted: bool, x: Tensor) -> Tensor:
-    """An unfilled gradient of a weight or bias, empty where there is none to be computed."""
+    """An uninitialized gradient of a weight or bias; empty if it is not computed."""
     return unfilled(weight) if weight is not None and wanted else x.new_empty(0)
 
 

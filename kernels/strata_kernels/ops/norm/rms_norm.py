@@ -1,14 +1,14 @@
-"""Root-mean-square normalization over the last axis, alone or of a sum with a residual connection.
+"""Root-mean-square normalization over the last axis: of x, or of x + residual.
 
-    h    = x + residual, rounded to their dtype; without a residual h is x
+    h    = x + residual, rounded to their dtype; h = x without a residual
     rstd = 1 / sqrt(mean(h²) + eps)         ĥ = h · rstd         y = ĥ · (offset + w)
     g    = dy · (offset + w)
     dx   = rstd · (g - ĥ · mean(g · ĥ)) + dh = dresidual          dw = Σ_rows dy · ĥ
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019 (arXiv:1910.07467).
 
-Bytes moved per element at the least: rms_norm 2·itemsize forward and 3·itemsize backward, add_rms_norm 4·itemsize each
-way.
+Minimum bytes moved per element: rms_norm 2·itemsize forward and 3·itemsize backward, add_rms_norm 4·itemsize in each
+direction.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Cast = Literal["llama", "gemma", "none"]
     " -> (Tensor, Tensor)"
 )
 class _RMSNormBackward(Operator):
-    """dx and dw; `dh` is the gradient of h where x is the h of add_rms_norm."""
+    """dx and dw. For add_rms_norm, x is its output h, and dh the incoming gradient of h; dh is None for rms_norm."""
 
     @staticmethod
     def forward(
@@ -51,7 +51,7 @@ class _RMSNormBackward(Operator):
 
 @operator("rms_norm(Tensor x, Tensor? weight, float eps, float offset, str cast) -> (Tensor, Tensor)")
 class _RMSNorm(Operator):
-    """y and the statistics that the backward pass needs."""
+    """y, and the statistics that backward needs: rstd of each row."""
 
     recomputed = 1
 
@@ -69,7 +69,7 @@ class _RMSNorm(Operator):
         x, weight, *ctx.settings = inputs
         stats = output[1]
         ctx.mark_non_differentiable(stats)
-        # Otherwise the gradient of the statistics arrives as a tensor of zeros, at the price of a kernel.
+        # Otherwise autograd launches a kernel that fills a zero tensor as the gradient of the statistics.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, stats)
 
@@ -91,7 +91,7 @@ class _RMSNorm(Operator):
     " -> (Tensor, Tensor, Tensor)"
 )
 class _AddRMSNorm(Operator):
-    """y, h and the statistics. If the gradient of only one output arrives, no zeros are made for the other."""
+    """y, h and rstd of each row. If only one output has an incoming gradient, no zeros are allocated for the other."""
 
     @staticmethod
     def forward(
@@ -129,7 +129,7 @@ class _AddRMSNorm(Operator):
 
 
 class _RMSNormAndInput(torch.autograd.Function):
-    """One node for the norm of x and for x itself, whose backward kernel adds both gradients of x."""
+    """Returns the norm of x, and x itself, from one autograd node, whose backward kernel adds both gradients of x."""
 
     @staticmethod
     def forward(
@@ -164,7 +164,7 @@ def _differentiable_gradients(
 
 
 def _check(x: Tensor, weight: Tensor | None, cast: str) -> None:
-    """Raise ValueError for arguments that do not fit."""
+    """Raise ValueError for a wrong shape, dtype, device or `cast`."""
     if not has_dtype(x) or x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"x must be {DTYPES} of shape [..., D] with D > 0, got {describe(x)}")
     if weight is not None:
@@ -179,27 +179,27 @@ def _check(x: Tensor, weight: Tensor | None, cast: str) -> None:
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, cast: Cast = "llama"
 ) -> Tensor:
-    """`(offset + weight) * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)`, fused.
+    """`(offset + weight) * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)` in one kernel.
 
-    The mean is computed in fp32. Under `torch.func` the operator is plain PyTorch. `cast` selects where values are
-    rounded to the dtype of x, which differs between models:
+    The mean is computed in fp32. Under `torch.func` transforms, the operator runs in plain PyTorch. `cast` selects when
+    values are rounded to the dtype of x, which differs between models:
 
     - "llama": after the normalization, before the weight (Llama, Qwen, Mistral).
     - "gemma": once, at the end; with the default offset of 0 this is `torch.nn.functional.rms_norm`.
-    - "none": after each operation (rstd, the normalization, the product), as arithmetic without casts rounds.
+    - "none": after each operation (rstd, normalization, product), as in eager PyTorch without casts.
 
     Args:
-        x: [..., D], bf16 | fp16 | fp32 | fp64, of any strides. fp64 runs in plain PyTorch on every device.
-        weight: [D], or None for no weight. Another dtype than that of x is promoted as PyTorch does.
+        x: [..., D], bf16 | fp16 | fp32 | fp64, any strides. fp64 runs in plain PyTorch on every device.
+        weight: [D], any of these dtypes, or None.
         eps: added to the mean square.
         offset: added to the weight, in fp32.
         cast: see above.
 
     Returns:
-        [..., D], contiguous; the dtype of x, or the promoted one ("llama" and "none" with a wider weight).
+        [..., D], contiguous; the dtype of x. With "llama" and "none", `torch.promote_types(x.dtype, weight.dtype)`.
 
     Raises:
-        ValueError: x has no axis, a weight of another shape or device, another dtype, or an unknown cast.
+        ValueError: x is 0-d or has an unsupported dtype; weight has the wrong shape, dtype or device; unknown `cast`.
 
     Example:
         >>> rms_norm(torch.tensor([3.0, 4.0]), eps=0.0)
@@ -215,10 +215,10 @@ def rms_norm(
 def rms_norm_and_input(
     x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, cast: Cast = "llama"
 ) -> tuple[Tensor, Tensor]:
-    """`rms_norm` of x, and x for the residual connection around what follows.
+    """`rms_norm(x, ...), x`, with the second result for the residual connection; arguments as in `rms_norm`.
 
-    The kernel of the backward pass adds the gradients of both. Arguments are those of `rms_norm`. It is no operator:
-    neither for compile, nor for dispatch modes or `torch.func`.
+    One backward kernel adds the gradients of both results. This is an autograd.Function, not a registered operator: it
+    does not support `torch.compile`, dispatch modes or `torch.func`.
     """
     _check(x, weight, cast)
     y, x = _RMSNormAndInput.apply(x, weight, eps, offset, cast)
@@ -234,22 +234,22 @@ def add_rms_norm(
     offset: float = 0.0,
     cast: Cast = "llama",
 ) -> tuple[Tensor, Tensor]:
-    """`h = x + residual; y = rms_norm(h, weight, eps, offset=offset, cast=cast)`, fused; returns y and h.
+    """`h = x + residual; y = rms_norm(h, weight, eps, offset=offset, cast=cast)` in one kernel; returns y, h.
 
-    h is rounded as PyTorch rounds the sum, and y is computed from the rounded h. Under `torch.func` the operator is
-    plain PyTorch.
+    h is rounded to the dtype of x, and y is computed from the rounded h. Under `torch.func` transforms, the operator
+    runs in plain PyTorch.
 
     Args:
-        x: [..., D], bf16 | fp16 | fp32 | fp64, of any strides. fp64 runs in plain PyTorch on every device.
-        residual: the same shape, dtype and device.
+        x: [..., D], bf16 | fp16 | fp32 | fp64, any strides. fp64 runs in plain PyTorch on every device.
+        residual: [..., D], same shape, dtype and device as x.
         weight: [D], or None for no weight.
         eps, offset, cast: as in `rms_norm`.
 
     Returns:
-        y, [..., D], contiguous, in the dtype that `rms_norm` gives; h, [..., D], contiguous, in the dtype of x.
+        y: [..., D], contiguous, in the dtype that `rms_norm` returns. h: [..., D], contiguous, in the dtype of x.
 
     Raises:
-        ValueError: x and residual differ in shape, dtype or device, or what `rms_norm` raises.
+        ValueError: x and residual differ in shape, dtype or device; otherwise as in `rms_norm`.
 
     Example:
         >>> add_rms_norm(torch.tensor([1.0, 1.0]), torch.tensor([2.0, 3.0]), eps=0.0)
@@ -258,7 +258,7 @@ def add_rms_norm(
     _check(x, weight, cast)
     if residual.shape != x.shape or residual.dtype != x.dtype:
         shapes = f"{describe(x)} and {describe(residual)}"
-        raise ValueError(f"x and residual must have one shape and one dtype, got {shapes}")
+        raise ValueError(f"x and residual must have the same shape and dtype, got {shapes}")
     if residual.device != x.device:
         raise ValueError(f"residual is on {residual.device} and x on {x.device}: move one of them")
     if is_transformed():

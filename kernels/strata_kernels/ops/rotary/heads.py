@@ -148,7 +148,7 @@ def count_tiles(n_rows: int, per_row: int, size: int) -> int:
     """The number of tiles of `size` in n_rows rows of per_row, all of one batch row."""
     # Kernels compute indices up to the end of the last tile, in 32 bits.
     if n_rows * per_row + size >= 2**31:
-        raise ValueError(f"a batch row has {n_rows} heads at positions, too many for an index in 32 bits: split it")
+        raise ValueError(f"a batch row has {n_rows} heads at positions, too many for a 32-bit index: split it")
     return -(-n_rows * per_row // size)
 
 
