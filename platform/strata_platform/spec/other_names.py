@@ -57,6 +57,16 @@ OTHER_NAMES = {
     "excess_length_strategy": "data.overlong",
     "dataset_text_field": "data.text_column",
     "field_messages": "data.messages_column",
+    "message_property_mappings": "data.message_keys",
+    "message_field_role": "data.message_keys",
+    "message_field_content": "data.message_keys",
+    "role_tag": "data.message_keys",
+    "content_tag": "data.message_keys",
+    "user_tag": "data.roles",
+    "assistant_tag": "data.roles",
+    "observation_tag": "data.roles",
+    "function_tag": "data.roles",
+    "system_tag": "data.roles",
     "field_instruction": "data.prompt_column",
     "field_prompt": "data.prompt_column",
     "field_output": "data.completion_column",
@@ -233,13 +243,14 @@ OTHER_NAMES = {
     "vllm_server_port": "objective.generation.server",
     "vllm_gpu_memory_utilization": "objective.generation.gpu_memory_utilization",
 }
-# In a source of `data`, where axolotl's names mean something else than at the top.
+# In a source of `data`, where names of axolotl and LLaMA-Factory mean something else than at the top.
 NAMES_IN_SOURCES = {
     "path": "source",
     "data_files": "source",
     "name": "subset",
     "type": "format",
     "field": "text_column",
+    "tags": "message_keys",
 }
 
 _SELF = "leave it out: "
@@ -247,8 +258,7 @@ _CACHE = _SELF + "prepared data is stored and found again by its content"
 _WORKERS = _SELF + "all cores prepare data"
 _PADDED = _SELF + "packed rows have no padding, and others only that of the longest row"
 _METRICS = _SELF + "trackers get metrics alone"
-_MESSAGES = "messages have role and content, or from and value; rename other keys, or write a format of your own"
-_REASONING = "the key reasoning_content, reasoning or thinking of a message is read"
+_REASONING = "the key reasoning_content, reasoning or thinking of a message is read; data.message_keys maps another"
 _ORDER = "rows are shuffled by seed; data.shuffle bounds how far"
 _LAYERS = _SELF + "each decoder layer is sharded by itself"
 NO_FIELDS = {
@@ -275,11 +285,8 @@ NO_FIELDS = {
     "dataset_streaming": _SELF + "a Hub data set is streamed; data.streaming trains while data is prepared",
     "skip_prepare_dataset": _SELF + "images are prepared with the text",
     "remove_unused_columns": _SELF + "the log names the columns that are not read",
-    "message_property_mappings": _MESSAGES,
-    "message_field_role": _MESSAGES,
-    "message_field_content": _MESSAGES,
-    "roles": "roles such as human, gpt and model are known; rename others, or write a format of your own",
-    "message_field_training": "the key weight, train, training or loss of a message is read",
+    "message_field_training": "the key weight, train, training or loss of a message is read; data.message_keys maps "
+    "another",
     "field_thinking": _REASONING,
     "template_thinking_key": _REASONING,
     "field_tools": "a column called tools is read",

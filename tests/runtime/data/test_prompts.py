@@ -55,8 +55,13 @@ def test_a_text_is_the_prompt_as_it_is(tmp_path):
         ({"question": "2 + 2?", "answer": "4"}, QUESTION, {}),
         ({"prompt": "2 + 2?"}, QUESTION, {"format": "prompt_chat"}),
         ({"question": "2 + 2?", "system": "Be brief."}, [SYSTEM, *QUESTION], {}),
+        (
+            {"prompt": [{"speaker": "customer", "text": "2 + 2?"}]},
+            QUESTION,
+            {"message_keys": {"role": "speaker", "content": "text"}, "roles": {"user": "customer"}},
+        ),
     ],
-    ids=["prompt", "messages", "question", "text as a chat", "system"],
+    ids=["prompt", "messages", "question", "text as a chat", "system", "mapped"],
 )
 def test_a_chat_ends_with_the_start_of_an_answer(tmp_path, row, messages, data):
     _, found = make(tmp_path, [row] * 2, data={"chat_template": "chatml", **data})

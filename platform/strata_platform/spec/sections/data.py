@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -70,8 +70,42 @@ def _whole_split(value: str) -> str:
     return value
 
 
+def _as_lists(roles: object) -> object:
+    """A single name of a role is a list of it."""
+    if not isinstance(roles, Mapping):
+        return roles
+    return {role: [names] if isinstance(names, str) else names for role, names in roles.items()}
+
+
+def _distinct(keys: dict[str, str]) -> dict[str, str]:
+    for key in keys.values():
+        if len(found := [name for name, other in keys.items() if other == key]) > 1:
+            raise ValueError(f"{key!r} is read as {' and '.join(map(repr, found))}; leave one out")
+    return keys
+
+
+def _disjoint(roles: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    meant: dict[str, str] = {}
+    for role, names in roles.items():
+        for name in names:
+            if meant.setdefault(name, role) != role:
+                raise ValueError(f"{name!r} stands for {meant[name]!r} and for {role!r}; leave one out")
+    return roles
+
+
 Template = Annotated[Text, AfterValidator(_template), Allowed("'alpaca', a .jinja file, or a Jinja text")]
 Role = Literal["system", "user", "assistant", "tool"]
+_MessageKeys = Annotated[
+    dict[Text, Text], AfterValidator(_distinct), Allowed("a mapping such as {role: speaker, content: text}")
+]
+_Names = Annotated[tuple[Text, ...], Field(min_length=1)]
+_MessageRole = Role | Literal["function_call"]
+_Roles = Annotated[
+    dict[_MessageRole, _Names],
+    BeforeValidator(_as_lists, json_schema_input_type=dict[_MessageRole, Text | _Names]),
+    AfterValidator(_disjoint),
+    Allowed("a mapping of system, user, assistant, tool or function_call to lists of names"),
+]
 TrainOn = Literal["completions", "last_turn", "all"] | Annotated[tuple[Role, ...], Field(min_length=1)]
 FormatName = Literal[
     "auto", "text", "tokens", "prompt_completion", "chat", "alpaca", "preference", "preference_chat", "prompt",
@@ -142,6 +176,17 @@ class Reading(Section):
         description="Column of format `chat`, by default `messages`, `conversations` or `conversation`: a list of "
         "{role, content}, or of {from, value} as in ShareGPT. Assistant messages with `weight: 0` carry no loss. If "
         "the row has a column `tools`, it is passed to the chat template.",
+    )
+    message_keys: _MessageKeys = Field(
+        {},
+        description="Keys of messages under other names: the key that the chat template reads, and yours, such as "
+        "`{role: speaker, content: text}`. `role` and `from`, `content` and `value` are read without it. See [Keys "
+        "and roles](data-formats.md#keys-and-roles-of-messages).",
+    )
+    roles: _Roles = Field(
+        {},
+        description="Further names of roles in messages, such as `{assistant: [bot], user: [customer]}`. ShareGPT's, "
+        "such as `human` and `gpt`, are known. Under `function_call` a message holds calls as JSON.",
     )
     system_column: Text | None = Field(
         None,

@@ -85,8 +85,8 @@ class MessageCheck:
                 continue
             if re.search(rf"""['"]{re.escape(role)}['"]""", self._source) is None:
                 raise RowError(
-                    f"{where}: message {number} has the role {role!r}, which the chat template does not name; "
-                    "rename it, or set data.chat_template to a template that does"
+                    f"{where}: message {number} has the role {role!r}, which the chat template does not name; map it "
+                    "to another by data.roles, or set data.chat_template to a template that names it"
                 )
             self._known_roles.add(role)
 

@@ -1,14 +1,15 @@
 """The messages of a chat: as OpenAI's, with `role` and `content`; as ShareGPT's, with `from` and `value`; as a
 question and its answer; or as a transcript.
 
-Flags of an assistant's message that other frameworks read, `train` and `loss`, become its `weight`.
+`data.message_keys` and `data.roles` name other keys and roles. Flags of an assistant's message that other frameworks
+read, `train` and `loss`, become its `weight`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from functools import lru_cache
 from typing import Any
 
 from strata_platform.spec.sections.data import Data, TrainOn
@@ -36,18 +37,17 @@ _UNSUPPORTED = ("train_detail", "training_detail", "loss_scale", "loss_mask", "m
 _FLAGS = frozenset((*_LEARNED, *_UNSUPPORTED))
 # As in hh-rlhf: `\n\nHuman: Hello\n\nAssistant: Hi.`
 _TRANSCRIPT = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
-# As a table of texts has it: `[{"role": "user", "content": "Hello"}]`
-_JSON_CHAT = re.compile(rf'\s*\[\s*\{{\s*"({"|".join((*_AUTHORS, *_TEXTS))})"\s*:')
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of the assistant's reasoning. A template that renders reasoning reads one of them."""
 
 Messages = list[dict[str, Any]]
+_DEFAULTS = Data()
 
 
-def messages_of(row: Row, column: str, ignored: Collection[str] = ()) -> Messages:
+def messages_of(row: Row, column: str, data: Data = _DEFAULTS) -> Messages:
     """The checked messages of a row, without null values and empty lists of tool calls. Raises RowError.
 
-    ignored: keys that are left out.
+    data: says which keys are left out, and which keys and roles have other names.
 
     ShareGPT's messages with `from` and `value`, contents that are lists of text parts, transcripts, and JSON are
     converted to messages with `role` and a string as `content`.
@@ -55,26 +55,24 @@ def messages_of(row: Row, column: str, ignored: Collection[str] = ()) -> Message
     value = row.value(column)
     if is_transcript(value):
         value = _of_transcript(row.text(column))
-    elif is_json_chat(value):
+    elif is_json_chat(value, data):
         value = _of_json(row.text(column), f"{row.where}: column {column!r}")
     if not isinstance(value, list):
         way_out = " or JSON of one; write it by json.dumps, or give a list" if isinstance(value, str) else ""
         raise RowError(f"{row.where}: column {column!r} holds {describe_type(value)}, not a list of messages{way_out}")
     if not value:
         raise RowError(f"{row.where}: column {column!r} holds no message")
-    return [
-        _message(message, f"{row.where}: message {number}", ignored) for number, message in enumerate(value, start=1)
-    ]
+    return [_message(message, f"{row.where}: message {number}", data) for number, message in enumerate(value, start=1)]
 
 
-def answer_of(row: Row, column: str, ignored: Collection[str] = ()) -> Messages:
+def answer_of(row: Row, column: str, data: Data) -> Messages:
     """The messages in `column`, which may also be one message, or the text of the assistant's. Raises RowError."""
     value = row.value(column)
     if isinstance(value, dict):
-        return [_message(value, f"{row.where}: column {column!r}", ignored)]
-    if is_text(value):
+        return [_message(value, f"{row.where}: column {column!r}", data)]
+    if is_text(value, data):
         return [{"role": "assistant", "content": row.text(column)}]
-    return messages_of(row, column, ignored)
+    return messages_of(row, column, data)
 
 
 def is_transcript(value: Any) -> bool:
@@ -82,14 +80,26 @@ def is_transcript(value: Any) -> bool:
     return isinstance(value, str) and _TRANSCRIPT.match(value) is not None and "\n\nAssistant:" in value
 
 
-def is_json_chat(value: Any) -> bool:
+def is_json_chat(value: Any, data: Data) -> bool:
     """Whether a value is a text that is the JSON of a list of messages, as a column of CSV holds them."""
-    return isinstance(value, str) and _JSON_CHAT.match(value) is not None
+    keys = (*_AUTHORS, *_TEXTS, *data.message_keys.values())
+    return isinstance(value, str) and _json_chat(keys).match(value) is not None
 
 
-def is_text(value: Any) -> bool:
+@lru_cache
+def _json_chat(keys: tuple[str, ...]) -> re.Pattern[str]:
+    # As a table of texts has it: `[{"role": "user", "content": "Hello"}]`
+    return re.compile(rf'\s*\[\s*\{{\s*"({"|".join(map(re.escape, keys))})"\s*:')
+
+
+def is_text(value: Any, data: Data) -> bool:
     """Whether a value is a text and not the JSON of a chat."""
-    return isinstance(value, str) and not is_transcript(value) and not is_json_chat(value)
+    return isinstance(value, str) and not is_transcript(value) and not is_json_chat(value, data)
+
+
+def advice_on_role(role: str) -> str:
+    """The end of the error message about a message of a role that not every template has."""
+    return "" if role in _ROLES.values() else f"; if {role!r} is another name of a role, map it by data.roles"
 
 
 def _of_json(text: str, where: str) -> Any:
@@ -107,22 +117,20 @@ def _of_transcript(text: str) -> Messages:
     ]
 
 
-def _message(value: Any, where: str, ignored: Collection[str]) -> dict[str, Any]:
+def _message(value: Any, where: str, data: Data) -> dict[str, Any]:
     """The checked message. Raises RowError."""
     if not isinstance(value, dict):
         raise RowError(f"{where} is {describe_type(value)}, not an object with role and content")
-    held = {
-        key: item
-        for key, item in value.items()
-        if item is not None and (key, item) != ("tool_calls", []) and key not in ignored
-    }
+    given = {key: item for key, item in value.items() if item is not None and key not in data.ignore_columns}
+    renamed = _with_keys(given, where, data.message_keys)
+    held = {key: item for key, item in renamed.items() if (key, item) != ("tool_calls", [])}
     if _CALL in held:
         raise RowError(
             f"{where} has {_CALL!r}, a key that chat templates do not read; give the call as tool_calls, a list of "
             f"{{'type': 'function', 'function': ...}}, or name {_CALL!r} in data.ignore_columns"
         )
     require_no_media_keys(held, where)
-    message = _with_weight(_with_text(_with_role(held, where)), where)
+    message = _with_weight(_with_text(_with_role(held, where, data)), where)
     if "tool_calls" in message:
         message["tool_calls"] = drop_nulls(message["tool_calls"])
         called_functions(message["tool_calls"], where)
@@ -136,21 +144,37 @@ def _message(value: Any, where: str, ignored: Collection[str]) -> dict[str, Any]
     return message
 
 
-def _with_role(message: dict[str, Any], where: str) -> dict[str, Any]:
+def _with_keys(message: dict[str, Any], where: str, keys: dict[str, str]) -> dict[str, Any]:
+    """Rename the keys of `data.message_keys`. Raises RowError for a message that has a key under both names."""
+    names = {key: name for name, key in keys.items() if key != name}
+    for key, name in names.items():
+        if key in message and name in message and name not in names:
+            raise RowError(
+                f"{where} has {name!r} and {key!r}, and data.message_keys reads {key!r} as {name!r}; correct that, or "
+                f"name {name!r} in data.ignore_columns"
+            )
+    return {names.get(key, key): item for key, item in message.items()}
+
+
+def _with_role(message: dict[str, Any], where: str, data: Data) -> dict[str, Any]:
     """Convert `{"from": "human", "value": ...}` to `role` and `content`. Raises RowError for an unknown `from`."""
+    roles = {**_ROLES, _CALL: _CALL, **{name: role for role, names in data.roles.items() for name in names}}
     author, text = (next((key for key in keys if key in message), None) for keys in (_AUTHORS, _TEXTS))
     if author is None or (text is None and author != "role"):
         return message
     role = message[author]
-    if role == _CALL and text is not None:
+    known = isinstance(role, str) and role in roles
+    if known and roles[role] == _CALL and text is not None:
         others = {key: item for key, item in message.items() if key not in (author, text)}
         return {"role": "assistant", "tool_calls": _calls(message[text], where), **others}
-    known = isinstance(role, str) and role in _ROLES
     if author != "role" and not known:
-        raise RowError(f"{where}: {author} is {role!r}; it may be {', '.join(map(repr, (*_ROLES, _CALL)))}")
+        raise RowError(
+            f"{where}: {author} is {role!r}; it may be {', '.join(map(repr, roles))}; map other names of roles by "
+            "data.roles"
+        )
     names = {author: "role", text: "content"}
     converted = {names.get(key, key): item for key, item in message.items()}
-    return {**converted, "role": _ROLES[role]} if known else converted
+    return {**converted, "role": roles[role]} if known else converted
 
 
 def _calls(value: Any, where: str) -> list[dict[str, Any]]:
@@ -195,7 +219,8 @@ def _other_keys(message: dict[str, Any]) -> str:
     """The end of the error message for a message without a role: the keys that it has."""
     if "role" in message:
         return ""
-    return f"; a message has role and content, this one {', '.join(map(repr, message)) or 'nothing'}"
+    held = ", ".join(map(repr, message)) or "nothing"
+    return f"; a message has role and content, this one {held}; data.message_keys maps other keys to these"
 
 
 def _with_weight(message: dict[str, Any], where: str) -> dict[str, Any]:
@@ -214,7 +239,7 @@ def _with_weight(message: dict[str, Any], where: str) -> dict[str, Any]:
         if value and message.get("role") != "assistant" and "role" in message:
             raise RowError(
                 f"{where}: {key} is {value!r} and role is {message['role']!r}, but only the assistant's messages carry "
-                f"loss; set it to false, or name {key!r} in data.ignore_columns"
+                f"loss; set it to false, or name {key!r} in data.ignore_columns{advice_on_role(message['role'])}"
             )
         if value != message.setdefault("weight", value):
             raise RowError(f"{where}: {key} is {value!r}, but weight is {message['weight']!r}; leave one of them out")
@@ -229,6 +254,7 @@ def _require_weight(message: dict[str, Any], where: str) -> None:
     if weight == 1 and role != "assistant":
         raise RowError(
             f"{where}: weight is 1 and role is {role!r}, but only the assistant's messages carry loss; leave weight out"
+            f"{advice_on_role(role)}"
         )
 
 

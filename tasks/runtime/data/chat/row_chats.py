@@ -36,12 +36,12 @@ def chats_of(name: str, columns: tuple[str, ...], row: Row, data: Data) -> list[
         turn = {"role": "assistant", "content": row.text(answer)}
         # Without an answer there is nothing to learn.
         chats = [[*question_messages(row, question, data), turn]] if row.text(answer).strip() else []
-    elif name == "prompt_chat" and is_text(row.value(columns[0])):
+    elif name == "prompt_chat" and is_text(row.value(columns[0]), data):
         chats = [question_messages(row, columns[0], data)] if row.text(columns[0]).strip() else []
     elif len(columns) == 2:
         chats = [_continued(row, columns, data)]
     else:
-        chats = [messages_of(row, columns[0], data.ignore_columns)]
+        chats = [messages_of(row, columns[0], data)]
     return [with_media(with_system(chat, row, data), row, data) for chat in chats]
 
 
@@ -50,10 +50,10 @@ def _continued(row: Row, columns: tuple[str, ...], data: Data) -> Messages:
     prompt, completion = columns
     before = (
         [{"role": "user", "content": row.text(prompt)}]
-        if isinstance(row.value(prompt), str) and not is_json_chat(row.value(prompt))
-        else messages_of(row, prompt, data.ignore_columns)
+        if isinstance(row.value(prompt), str) and not is_json_chat(row.value(prompt), data)
+        else messages_of(row, prompt, data)
     )
-    answer = answer_of(row, completion, data.ignore_columns)
+    answer = answer_of(row, completion, data)
     # The completion may be the whole chat, which repeats the prompt, like the answers of UltraFeedback.
     if answer[0]["role"] != "assistant" and (end := end_of_prompt(answer, before)) is not None:
         before, answer = answer[:end], answer[end:]

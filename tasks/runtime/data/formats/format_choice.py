@@ -54,7 +54,7 @@ def choose_format(recipe: DataRecipe, rows: list[Row]) -> tuple[str, tuple[str, 
             f"{shape.columns[0]!r}); set objective.type to 'pretrain', or set data.prompt_column and "
             f"data.completion_column{_token_advice(recipe.objective, present)}"
         )
-    return _as_chat(shape, rows)
+    return _as_chat(shape, rows, data)
 
 
 def _unknown_advice(recipe: DataRecipe, present: list[str]) -> str:
@@ -88,7 +88,7 @@ def _token_advice(objective: str, present: list[str]) -> str:
 
 def _templated_shape(data: Data, present: list[str], rows: list[Row]) -> Shape:
     shape = prompt_shape(data, present)
-    if _as_chat(shape, rows).format != shape.format:
+    if _as_chat(shape, rows, data).format != shape.format:
         raise ValueError(f"data.template renders texts, but column {shape.columns[-1]!r} holds messages; leave it out")
     return shape
 
@@ -104,7 +104,7 @@ def _require_columns(data: Data, available: list[str]) -> None:
             )
 
 
-def _as_chat(shape: Shape, rows: list[Row]) -> Shape:
+def _as_chat(shape: Shape, rows: list[Row], data: Data) -> Shape:
     """Name and columns of the format, judged by the first answer of rows that is not null: a text or messages.
 
     Raises ValueError when answers are texts and have no prompt.
@@ -115,7 +115,7 @@ def _as_chat(shape: Shape, rows: list[Row]) -> Shape:
     values = [row.values[column] for row in rows if isinstance(row.values, dict) and row.values.get(column) is not None]
     if values and (
         isinstance(values[0], list | dict)
-        or is_json_chat(values[0])
+        or is_json_chat(values[0], data)
         or (shape.format in PREFERENCES and is_transcript(values[0]))
     ):
         chats = {"prompt_completion": "chat", "prompt": "prompt_chat"}

@@ -11,7 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 from strata_platform.spec.sections.data import Data
-from tasks.runtime.data.chat.messages import Messages, answer_of, is_text, messages_of, question_messages
+from tasks.runtime.data.chat.messages import (
+    Messages,
+    advice_on_role,
+    answer_of,
+    is_text,
+    messages_of,
+    question_messages,
+)
 from tasks.runtime.data.formats.columns import HISTORY, INPUTS
 from tasks.runtime.data.reading.rows import Row, RowError
 
@@ -35,7 +42,7 @@ def chat_answers(row: Row, columns: tuple[str, ...], data: Data) -> tuple[Messag
 
 
 def _prompt_messages(row: Row, column: str, data: Data) -> Messages:
-    if is_text(row.value(column)):
+    if is_text(row.value(column), data):
         return question_messages(row, column, data)
     if unread := [name for name in (*INPUTS, HISTORY) if name not in (column, *data.ignore_columns)
                   and row.fields().get(name)]:  # fmt: skip
@@ -43,16 +50,16 @@ def _prompt_messages(row: Row, column: str, data: Data) -> Messages:
             f"{row.where}: column {unread[0]!r} belongs to a prompt that is a text, but column {column!r} holds "
             f"messages; name {unread[0]!r} in data.ignore_columns"
         )
-    return messages_of(row, column, data.ignore_columns)
+    return messages_of(row, column, data)
 
 
 def _chat(row: Row, column: str, prompt: list[str], data: Data) -> Messages:
     """The chat that ends with the answer in `column`. prompt: the name of the prompt's column, if there is one."""
-    messages = answer_of(row, column, data.ignore_columns)
+    messages = answer_of(row, column, data)
     if messages[-1]["role"] != "assistant":
         raise RowError(
             f"{row.where}: the last message in column {column!r} has role {messages[-1]['role']!r}; it must be the "
-            "assistant's answer"
+            f"assistant's answer{advice_on_role(messages[-1]['role'])}"
         )
     if messages[-1].get("weight", 1) == 0:
         raise RowError(

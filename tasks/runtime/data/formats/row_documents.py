@@ -9,7 +9,7 @@ from itertools import groupby, pairwise
 from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec.sections.data import Data, TrainOn
-from tasks.runtime.data.chat.messages import Messages, is_empty_answer, learned_messages
+from tasks.runtime.data.chat.messages import Messages, advice_on_role, is_empty_answer, learned_messages
 from tasks.runtime.data.chat.prompt_template import PromptTemplate
 from tasks.runtime.data.chat.special_tokens import SpecialTokens, restore
 from tasks.runtime.data.chat.template import ChatTemplate, Rendered
@@ -146,7 +146,7 @@ def labelled_chat_documents(chats: list[Messages], row: Row, render: Render) -> 
         if chat[-1]["role"] != "assistant" or chat[-1].get("weight", 1) == 0:
             raise RowError(
                 f"{row.where}: the label belongs to the last message, which must be the assistant's answer and have no "
-                f"weight 0, but its role is {chat[-1]['role']!r}"
+                f"weight 0, but its role is {chat[-1]['role']!r}{advice_on_role(chat[-1]['role'])}"
             )
     last = [drawn for chat in chats if not is_empty_answer(chat[-1]) for drawn in render(chat, row)][-1:]
     return [

@@ -19,7 +19,7 @@ from strata_platform.spec import DataRecipe
 from strata_platform.spec.sections.data import Data
 from tasks.runtime.data.chat.message_keys import unread_keys
 from tasks.runtime.data.chat.special_tokens import texts_in
-from tasks.runtime.data.formats.columns import PROMPTS, Unread, columns_of, keys_in, optional_columns
+from tasks.runtime.data.formats.columns import CHATS, PROMPTS, Unread, columns_of, keys_in, optional_columns
 from tasks.runtime.data.formats.format_choice import choose_format
 from tasks.runtime.data.formats.known_formats import Format, make_format, raw_text
 from tasks.runtime.data.formats.own_format import is_own, own_digest
@@ -147,6 +147,9 @@ def make_plan(
     row_format = make_format(name, columns, tokenizer, recipe.data, first, score, processor, teacher)
     if recipe.data.chat_template and row_format.templates is None:
         warnings.warn(f"data.chat_template has no effect on {source.name}, whose format is {name}", stacklevel=4)
+    for field in ("message_keys", "roles"):
+        if getattr(recipe.data, field) and name not in CHATS:
+            warnings.warn(f"data.{field} has no effect on {source.name}, whose format is {name}", stacklevel=4)
     if left := unread_keys(row_format, columns, tokenizer, recipe.data, first):
         report(f"keys of messages that the chat template does not read: {', '.join(left)}")
     if row_format.templates is not None:

@@ -1,0 +1,270 @@
+"""Messages under other keys and roles: the tokens and labels of the tokenizer's own template on renamed messages."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from strata_platform.spec import DataRecipe, RunSpec
+from tasks.runtime.data import PreparedData, fingerprint, prepare
+from tasks.runtime.data.preparation.tokenizer import save_tokenizer, train_tokenizer
+
+# With tools, calls and reasoning. The marks show the assistant's turns to transformers; Strata renders without them.
+MARKED = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEMPLATE = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+Prepare = Callable[..., PreparedData]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = train_tokenizer([""])
+    tokenizer.chat_template = TEMPLATE
+    save_tokenizer(tokenizer, folder)
+    return str(folder)
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, tokenizer: str) -> Prepare:
+    def run(rows: Any, settings: str = "", objective: str = "sft", name: str = "rows.jsonl") -> PreparedData:
+        text = rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / name).write_text(text)
+        data = {"source": str(tmp_path / name), "sequence_length": 512, "packing": False, "validation_fraction": 0.0}
+        spec = RunSpec.model_validate(
+            {
+                "data": data | (yaml.safe_load(settings) or {}),
+                "objective": {"type": objective},
+                "model": {"tokenizer": tokenizer},
+            }
+        )
+        return prepare(DataRecipe.from_spec(spec, fingerprint(spec)), tmp_path / "out", report=print)
+
+    return run
+
+
+def _rows(data: PreparedData) -> list[tuple[list[int], list[int]]]:
+    """Of each row the tokens, and the labels of those that carry loss, sorted."""
+    rows = [data.train[index] for index in range(len(data.train))]
+    return sorted((row["input_ids"].tolist(), row["labels"].tolist()) for row in rows)
+
+
+def _rendered(data: PreparedData, chat: list[dict[str, Any]], tools: Any = None) -> tuple[list[int], list[int]]:
+    """The tokens by the tokenizer's template, and their labels by its marks."""
+    found = data.tokenizer().apply_chat_template(
+        chat, tools=tools, chat_template=MARKED, return_dict=True, return_assistant_tokens_mask=True
+    )
+    masks = found["assistant_masks"]
+    return found["input_ids"], [token if mask else -100 for token, mask in zip(found["input_ids"], masks, strict=True)]
+
+
+def _chat(*turns: tuple[str, str]) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+TALK = _chat(("system", "Be brief."), ("user", "2 + 2?"), ("assistant", "4"), ("user", "3 + 3?"), ("assistant", "6"))
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
+CALLING = [
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "", "reasoning_content": "Add them.", "tool_calls": [CALL]},
+    {"role": "tool", "content": "4"},
+    {"role": "assistant", "content": "It is 4."},
+]
+
+
+def _as(keys: dict[str, str], roles: dict[str, str], chat: list[dict[str, Any]] = TALK) -> list[dict[str, Any]]:
+    """A chat under other keys and roles."""
+    return [
+        {keys.get(key, key): roles.get(item, item) if key == "role" else item for key, item in message.items()}
+        for message in chat
+    ]
+
+
+# The shape of a file, the fields of `data` for it, and its chat with keys and roles renamed by hand.
+FILES: dict[str, tuple[Any, str, list[dict[str, Any]], Any]] = {
+    "axolotl, from sharegpt": (
+        [{"conversations": _as({"role": "from", "content": "value"}, {"user": "human", "assistant": "gpt"})}],
+        "{messages_column: conversations, message_keys: {role: from, content: value}}",
+        TALK, None,
+    ),
+    "axolotl, with roles": (
+        [{"dialogue": _as({"role": "speaker", "content": "text"}, {"user": "client", "assistant": "agent"})}],
+        "{messages_column: dialogue, message_keys: {role: speaker, content: text},"
+        " roles: {assistant: [agent, model], user: [client, human]}}",
+        TALK, None,
+    ),
+    "llama-factory, with odd tags": (
+        json.dumps([
+            {
+                "conversations": [
+                    {"author": "instructions", "text": "Be brief."}, {"author": "person", "text": "2 + 2?"},
+                    {"author": "action", "text": json.dumps({"name": "add", "arguments": {"a": 2, "b": 2}})},
+                    {"author": "result", "text": "4"}, {"author": "machine", "text": "It is 4."},
+                ],
+                "tools": json.dumps([TOOLS[0]["function"]]),
+            }
+        ]),
+        "{message_keys: {role: author, content: text}, roles: {system: instructions, user: person, tool: result,"
+        " assistant: machine, function_call: action}}",
+        [
+            *_chat(("system", "Be brief."), ("user", "2 + 2?")),
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+            *_chat(("tool", "4"), ("assistant", "It is 4.")),
+        ],
+        TOOLS,
+    ),
+    "system, user and bot": ([{"messages": _as({}, {"assistant": "bot"})}], "", TALK, None),
+    "buyer and seller": (
+        [{"messages": _as({}, {"assistant": "seller", "user": "buyer"})}],
+        "{roles: {assistant: seller, user: buyer}}",
+        TALK, None,
+    ),
+    "roles that change places": (
+        [{"messages": _as({}, {"assistant": "user", "user": "assistant"})}],
+        "{roles: {assistant: user, user: assistant}}",
+        TALK, None,
+    ),
+    "tool calls": (
+        [
+            {
+                "messages": _as(
+                    {"role": "who", "content": "what", "tool_calls": "calls", "reasoning_content": "thoughts"},
+                    {"tool": "api"}, CALLING,
+                ),
+                "tools": TOOLS,
+            }
+        ],
+        "{message_keys: {role: who, content: what, tool_calls: calls, reasoning_content: thoughts},"
+        " roles: {tool: [api]}}",
+        CALLING, TOOLS,
+    ),
+    "json in a column": (
+        [{"messages": json.dumps(_as({"role": "speaker", "content": "text"}, {}))}],
+        "{message_keys: {role: speaker, content: text}}",
+        TALK, None,
+    ),
+    "a key that both have": (
+        [{"messages": [{"role": "clerk", **message} for message in _as({"role": "speaker"}, {})]}],
+        "{message_keys: {role: speaker}, ignore_columns: [role]}",
+        TALK, None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "settings", "chat", "tools"), FILES.values(), ids=FILES)
+def test_mapped_messages_have_the_tokens_and_labels_of_renamed_ones(
+    rows: Any, settings: str, chat: list[dict[str, Any]], tools: Any, prepared: Prepare
+) -> None:
+    data = prepared(rows, settings, name="rows.json" if isinstance(rows, str) else "rows.jsonl")
+    assert _rows(data) == [_rendered(data, chat, tools)]
+
+
+MAPPED = "{message_keys: {role: speaker, content: text}, roles: {assistant: [bot], user: [customer]}}"
+ASKED = {"speaker": "customer", "text": "2 + 2?"}
+ANSWERS = [{"speaker": "bot", "text": text} for text in ("4", "5")]
+
+
+def test_pairs_and_labelled_answers_are_mapped_too(prepared: Prepare) -> None:
+    chats = [_chat(("user", "2 + 2?"), ("assistant", text)) for text in "45"]
+    pair = {"chosen": [ANSWERS[0]], "rejected": [ANSWERS[1]]}
+    whole = {name: [ASKED, *answer] for name, answer in pair.items()}
+    single = {name: answer[0] for name, answer in pair.items()}
+    for row in ({"prompt": [ASKED], **pair}, whole, {"conversations": [ASKED], **single}):
+        data = prepared([row], MAPPED, "dpo")
+        ((tokens, labels),) = _rows(data)
+        rendered = [_rendered(data, chat) for chat in chats]
+        assert (tokens, labels) == tuple([*one, *other] for one, other in zip(*rendered, strict=True))
+    for row in ({"prompt": [ASKED], "completion": [ANSWERS[1]]}, {"messages": [ASKED, ANSWERS[1]]}):
+        data = prepared([{**row, "label": False}], MAPPED, "kto")
+        assert _rows(data) == [_rendered(data, chats[1])]
+
+
+PROBLEMS: dict[str, tuple[list[dict[str, Any]], str, str]] = {
+    "role": (
+        [{"role": "buyer", "content": "Hi"}, TALK[2]], "",
+        "line 1: message 1 has the role 'buyer', which the chat template does not name; map it to another by "
+        "data.roles",
+    ),
+    "mapped role": (
+        [ASKED, {"speaker": "seller", "text": "4"}], MAPPED,
+        "line 1: message 2 has the role 'seller', .* map it to another by data.roles",
+    ),
+    "role of ShareGPT": (
+        [{"from": "buyer", "value": "Hi"}], "{roles: {assistant: bot2}}",
+        "line 1: message 1: from is 'buyer'; it may be 'system', .*, 'bot2'; map other names of roles by data.roles",
+    ),
+    "keys": (
+        [ASKED], "",
+        "line 1: message 1: role is null, not text; a message has role and content, this one 'speaker', 'text'; "
+        "data.message_keys maps other keys to these",
+    ),
+    "both": (
+        [{**ASKED, "role": "clerk"}], MAPPED,
+        "line 1: message 1 has 'role' and 'speaker', and data.message_keys reads 'speaker' as 'role'; .*ignore_columns",
+    ),
+    "weight": (
+        [TALK[1], {"role": "seller", "content": "4", "weight": 1}], "",
+        "line 1: message 2: weight is 1 and role is 'seller', .*; if 'seller' is another name of a role, map it by da",
+    ),
+    "train": (
+        [TALK[1], {"role": "seller", "content": "4", "train": True}], "",
+        "line 1: message 2: train is True and role is 'seller', .*; if 'seller' is another name of a role, map it by",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("messages", "settings", "problem"), PROBLEMS.values(), ids=PROBLEMS)
+def test_unknown_keys_and_roles_name_the_row_and_the_field(
+    messages: list[dict[str, Any]], settings: str, problem: str, prepared: Prepare
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        prepared([{"messages": messages}], settings)
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_an_answer_of_an_unknown_role_names_the_field(objective: str, prepared: Prepare) -> None:
+    turns = [TALK[1], {"role": "seller", "content": "4"}]
+    row = {"chosen": turns, "rejected": turns} if objective == "dpo" else {"messages": turns, "label": True}
+    with pytest.raises(ValueError, match=r"line 1: .* 'seller'.*; if 'seller' is another name of a role, map it by da"):
+        prepared([row], objective=objective)
+
+
+def test_an_earlier_turn_of_a_mapped_role_can_be_excluded(prepared: Prepare) -> None:
+    mapped = "{message_keys: {role: speaker, content: text, weight: graded}, roles: {assistant: bot, user: customer}}"
+    row = {"messages": [ASKED, {**ANSWERS[1], "graded": 0}, ASKED, {**ANSWERS[0], "graded": 1}]}
+    data = prepared([row], mapped)
+    ((_, labels),) = _rows(data)
+    assert data.tokenizer().decode([label for label in labels if label != -100]) == "4<|im_end|>"
+
+
+def test_prepared_data_of_other_keys_or_roles_is_not_reused(prepared: Prepare) -> None:
+    rows = [{"messages": _as({}, {"user": "assistant", "assistant": "bot"})}]
+    first = prepared(rows, "{roles: {user: assistant}}")
+    again = prepared(rows, "{roles: {user: [assistant]}}")
+    other = prepared(rows, "{roles: {user: assistant}, message_keys: {reasoning_content: thoughts}}")
+    assert first.manifest.recipe_hash == again.manifest.recipe_hash != other.manifest.recipe_hash
+    assert _rows(first) == [_rendered(first, TALK)]
+
+
+def test_keys_and_roles_of_rows_without_messages_are_warned_of(prepared: Prepare) -> None:
+    with pytest.warns(UserWarning) as found:
+        prepared([{"prompt": "2 + 2 =", "completion": " 4"}], MAPPED)
+    told = [str(warning.message) for warning in found]
+    assert [text.split(" has no effect")[0] for text in told] == ["data.message_keys", "data.roles"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepared([{"messages": [ASKED, ANSWERS[0]]}], MAPPED)
