@@ -268,7 +268,7 @@ def test_reuse_is_refused_where_values_would_be_missed(problem) -> None:
     with pytest.raises(ValueError, match="overwrite a leaf"):
         cross_entropy(x.requires_grad_(), target, reuse_logits=True)
     for view in (lambda z: z[:1].expand(3, -1), lambda z: z.t().contiguous().t()):
-        with pytest.raises(ValueError, match="no row twice"):
+        with pytest.raises(ValueError, match="no overlap"):
             cross_entropy(view(x * 2), target, reuse_logits=True)
     loss = cross_entropy(x.tanh(), target, reuse_logits=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -600,7 +600,7 @@ Z, T, W = torch.ones(3, 5), torch.zeros(3, dtype=torch.int64), torch.ones(5)
         ((Z, T), {"label_smoothing": 1.5}, "label_smoothing 1.5 must be between 0 and 1"),
         ((Z, T), {"softcap": 0.0}, "softcap 0.0 must be positive"),
         ((Z, T), {"reduction": "avg"}, "reduction 'avg' must be one of mean, sum, none"),
-        ((Z, T), {"reduction": "sum", "num_items": 3}, "contradicts reduction 'sum'"),
+        ((Z, T), {"reduction": "sum", "num_items": 3}, "reduction 'sum' has no divisor"),
         ((Z, T), {"num_items": torch.ones(2)}, "must have one element"),
     ],
 )

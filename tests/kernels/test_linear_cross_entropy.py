@@ -590,7 +590,7 @@ X, W, T = torch.ones(3, 4), torch.ones(5, 4), torch.zeros(3, dtype=torch.int64)
         ((X, W, T), {"label_smoothing": 1.5}, "label_smoothing 1.5 must be between 0 and 1"),
         ((X, W, T), {"softcap": 0.0}, "softcap 0.0 must be positive"),
         ((X, W, T), {"reduction": "avg"}, "reduction 'avg' must be one of mean, sum, none"),
-        ((X, W, T), {"reduction": "sum", "num_items": 3}, "contradicts reduction 'sum'"),
+        ((X, W, T), {"reduction": "sum", "num_items": 3}, "reduction 'sum' has no divisor"),
         ((X, W, T), {"num_items": torch.ones(2)}, "must have one element"),
         ((X, W, T), {"accumulate": "fp32"}, "accumulate 'fp32' must be one of exact, lean"),
         ((X, W, T), {"chunk_bytes": 0}, "chunk_bytes 0 must be positive"),

@@ -1,28 +1,28 @@
-"""Cross entropy of logits that exist in memory.
+"""Cross entropy of materialized logits.
 
     z    = softcap · tanh(logits / softcap)            lse = log Σ_v exp z_v        p = exp(z - lse)
     loss = a · lse - (1 - ε) w_target z_target - (ε / V) Σ_v w_v z_v + z_loss · lse²
     dz   = ((a + 2 · z_loss · lse) p - (1 - ε) w_target onehot(target) - (ε / V) w) · s · (1 - (z / softcap)²)
 
-with ε the label smoothing, w the class weights (1 without), a = (1 - ε) w_target + (ε / V) Σ_v w_v the weight of lse,
+with ε the label smoothing, w the class weights (default 1), a = (1 - ε) w_target + (ε / V) Σ_v w_v the weight of lse,
 and s the factor of a row's loss in the reduction. Sources: Szegedy et al. (label smoothing, arXiv:1512.00567), de
 Brébisson and Vincent (z-loss, arXiv:1604.08859), Gemma 2 (softcap, arXiv:2408.00118); the gradient in the forward pass
 is Liger-Kernel's idea (arXiv:2410.10989, section 3.2).
 
-Axes: N rows, V vocabulary entries. A scalar loss is linear in its incoming gradient, so the forward pass also writes
-the gradient while it has the logits at hand, and the backward pass multiplies it: 4 bytes of traffic per logit in bf16.
-Without a reduction, the backward pass reads the logits again, and lse in two parts, the largest logit and the logarithm
-of a sum: far from zero, their sum would lose the digits of p. Nothing accumulates with atomics: results repeat bit for
-bit.
+Axes: N rows, V vocabulary entries. The gradient of a scalar loss is linear in the incoming gradient, so the forward
+pass also writes the gradient while the logits are in cache, and the backward pass scales it: 4 bytes of traffic per
+logit in bf16. With reduction="none", the backward pass reads the logits again, and lse as two numbers, the maximum
+logit and the logarithm of a sum: for large logits, their rounded sum would be too inaccurate for p. No atomic
+accumulation: results are bitwise reproducible.
 
-A scalar loss and its gradient are one operator, `strata::cross_entropy`. `strata::cross_entropy_rows` gives the losses
-of the rows, and the statistics from which its backward operator computes the gradient. Below them:
+`strata::cross_entropy` computes a scalar loss and its gradient. `strata::cross_entropy_rows` computes the losses of the
+rows, and the statistics from which its backward operator computes the gradient. Modules:
 
     rows              launch table and host functions: kernel or reference
     row_kernel        the kernel
     row_reference     the same in plain PyTorch
-    row_statistics    what the kernel computes per row, and the loss from it
-    reduction         from the losses of rows to a scalar, and its incoming gradient
+    row_statistics    the statistics that the kernel computes per row, and the loss as their function
+    reduction         reduction of row losses to a scalar, and scaling by its incoming gradient
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _scalar_loss(
     logits: Tensor, weight: Tensor | None, target: Tensor, items: Tensor | None, mean: bool, options: Options,
     dlogits: Tensor | None, predict: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(loss, predictions); fills dlogits, which may be the logits themselves, with the gradient of the loss."""
+    """(loss, predictions); also fills dlogits, which may be `logits`, with the gradient of the loss."""
     loss = logits.new_empty(target.numel(), dtype=accumulator(logits.dtype))
     predictions = target.new_empty(target.shape if predict else 0)
     labels, weight = target.reshape(-1).contiguous(), _contiguous(weight, loss.dtype)
@@ -75,7 +75,7 @@ def _contiguous(weight: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     "bool want_gradient, bool predict) -> (Tensor, Tensor, Tensor)"
 )
 class _ScalarLoss(Operator):
-    """The loss, its gradient for an incoming gradient of 1, and the predictions; empty where not wanted."""
+    """(loss, dlogits for an incoming gradient of 1, predictions); empty tensors for what is not requested."""
 
     @staticmethod
     def forward(
@@ -99,7 +99,7 @@ class _ScalarLoss(Operator):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         _, dlogits, predictions = output
-        # Otherwise autograd would fill a zero tensor as the incoming gradient of the dlogits that forward returned.
+        # Otherwise autograd would allocate zeros as the incoming gradient of the output dlogits.
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(dlogits, predictions)
         ctx.save_for_backward(dlogits)
@@ -113,7 +113,7 @@ class _ScalarLoss(Operator):
 
 
 class _InPlace(torch.autograd.Function):
-    """The scalar loss, whose gradient overwrites the logits; for eager mode, where autograd notices the overwrite."""
+    """The scalar loss; overwrites the logits with their gradient. Eager mode only: autograd detects the overwrite."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -137,7 +137,7 @@ class _InPlace(torch.autograd.Function):
     f"Tensor log_sum, Tensor lse_weight, {_OPTIONS}) -> Tensor"
 )
 class _RowLossesBackward(Operator):
-    """The gradient of the logits, from the statistics of their rows."""
+    """dlogits, from the logits and the statistics of their rows."""
 
     @staticmethod
     def forward(
@@ -163,7 +163,7 @@ class _RowLossesBackward(Operator):
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 class _RowLosses(Operator):
-    """The losses of the rows, their statistics and the predictions; empty where not wanted."""
+    """(losses, three statistics of the rows, predictions); empty tensors for what is not requested."""
 
     @staticmethod
     def forward(
@@ -212,9 +212,9 @@ class _RowLosses(Operator):
 class LossAndPredictions(NamedTuple):
     """A loss, the predicted classes, and their accuracy.
 
-    loss: as `cross_entropy` returns it.
-    predictions: int64, of target's shape: the class of the row's largest logit, the first in a tie; -1 if ignored.
-    accuracy: fp32 scalar: of the rows that are not ignored, the share whose prediction is the target; NaN without rows.
+    loss: the result of `cross_entropy`.
+    predictions: target's shape, int64: index of the row's maximum logit, the first in a tie; -1 for ignored rows.
+    accuracy: fp32 scalar: fraction of the rows that are not ignored whose prediction is the target; NaN for no rows.
     """
 
     loss: Tensor
@@ -235,48 +235,47 @@ def cross_entropy(
     num_items: int | Tensor | None = None,
     reuse_logits: bool = False,
 ) -> Tensor:
-    """Cross entropy of logits, fused with its gradient.
+    """Cross entropy of logits; loss and gradient are computed by one kernel.
 
     Equivalent to::
 
-        logits = softcap * torch.tanh(logits.float() / softcap)                                     # with a softcap
+        logits = softcap * torch.tanh(logits.float() / softcap)                                     # if softcap
         options = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
         loss = F.cross_entropy(logits, target, reduction="none", **options)
         loss += z_loss * logits.logsumexp(-1).square() * (target != ignore_index)
         loss = loss.sum() / (num_items or weight[target[target != ignore_index]].sum())             # reduction="mean"
 
-    for logits [N, V]. Here, classes are always the last axis. The z-loss is averaged over the same rows and by the same
-    divisor as the cross entropy.
+    for logits [N, V]; classes are always the last axis. The z-loss has the same rows and divisor as the cross entropy.
 
-    For a scalar result, the forward pass computes the gradient into a new tensor of the size of the logits. With
-    reduction="none", a row's incoming gradient is known only in the backward pass, which then reads the logits a second
-    time. The same holds for fp16: its gradients would underflow without the loss scale, which is in the incoming
-    gradient. Double backward is not supported. Under `torch.func` everything is plain PyTorch.
+    For a scalar loss, the forward pass also computes the gradient, into a new tensor of the size of the logits. With
+    reduction="none", the incoming gradients of the rows are known only in the backward pass, which reads the logits a
+    second time. So it does in fp16, where gradients would underflow without the loss scale, a factor of the incoming
+    gradient. Double backward is not supported. Under `torch.func` transforms, it runs in plain PyTorch.
 
     Args:
-        logits: [..., V], bf16 | fp16 | fp32 (fp64 in plain PyTorch), of any strides. They are not copied if classes are
-            adjacent and at most two strides lead from row to row (as in `logits[:, :-1]`). A row whose logits are all
-            masked, be it with `torch.finfo(dtype).min`, may have no finite loss: ignore it.
-        target: [...], int64, each in [0, V) or `ignore_index`. On a GPU another value turns the loss and its row's
-            gradient to NaN; on a CPU it raises.
-        weight: [V], a weight per class, which gets no gradient.
-        ignore_index: rows with this target have loss and gradient zero.
+        logits: [..., V], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides. Not copied if the class stride is 1
+            and the leading axes collapse to at most two, as in `logits[:, :-1]`. If all logits of a row are masked,
+            even with `torch.finfo(dtype).min`, its loss may not be finite: set its target to `ignore_index`.
+        target: [...], int64, each in [0, V) or `ignore_index`. On a GPU, any other value makes the loss and the
+            gradient of its row NaN; on a CPU it raises.
+        weight: [V], class weights, without a gradient; None for 1.
+        ignore_index: rows with this target have zero loss and gradient.
         label_smoothing: in [0, 1].
-        z_loss: weight of the squared log-partition function.
-        softcap: logits are squashed into (-softcap, softcap).
+        z_loss: factor of lse², the squared logsumexp of a row.
+        softcap: logits become softcap · tanh(logits / softcap); None for no softcap.
         reduction: "mean", "sum" or "none".
-        num_items: divisor of "mean" instead of the (weighted) number of rows that are not ignored. A tensor is not read
-            by the host.
-        reuse_logits: overwrite the logits by the gradient of a scalar loss, which saves a tensor of their size. If
-            another operator has saved the logits, autograd raises in the backward pass. `torch.compile`, which plans
-            memory by itself, and `torch.func` do not overwrite them.
+        num_items: divisor of "mean", instead of the (weighted) number of rows that are not ignored. A tensor causes no
+            host synchronization.
+        reuse_logits: overwrite the logits with the gradient of a scalar loss, which saves a tensor of their size. If
+            another operator has saved the logits, autograd raises in the backward pass. Ignored under `torch.compile`,
+            which plans memory itself, and under `torch.func` transforms.
 
     Returns:
-        fp32 (fp64 for fp64), a scalar, or the shape of target for "none". The mean over no rows is NaN, as in PyTorch,
-        with zero gradients; the sum is 0.
+        fp32 (fp64 for fp64), a scalar, or target's shape for "none". If all rows are ignored, the mean is NaN, as in
+        PyTorch, with zero gradients; the sum is 0.
 
     Raises:
-        ValueError: a shape, dtype or option does not fit, or logits cannot be reused.
+        ValueError: a wrong shape, dtype or option, or `reuse_logits` with logits that cannot be overwritten.
 
     Example:
         >>> logits = torch.randn(2, 8, 32, requires_grad=True)
@@ -303,7 +302,7 @@ def cross_entropy_with_predictions(
 ) -> LossAndPredictions:
     """`cross_entropy`, with `logits.argmax(-1)` and the accuracy from the same pass over the logits.
 
-    Arguments, the loss and errors as in `cross_entropy`; neither predictions nor accuracy carry a gradient.
+    Arguments, loss and errors as in `cross_entropy`; predictions and accuracy have no gradient.
 
     Example:
         >>> logits = torch.tensor([[0.0, 2.0], [1.0, 0.0], [3.0, 0.0]])
@@ -323,13 +322,12 @@ def _cross_entropy(
     logits: Tensor, target: Tensor, weight: Tensor | None, options: Options, reduction: Reduction,
     num_items: int | Tensor | None, reuse_logits: bool, predict: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(loss, predictions if asked for)."""
+    """(loss, predictions if `predict`)."""
     if is_transformed():
         return _reference(logits, target, weight, options, reduction, num_items)
     flags = (options.ignore_index, options.label_smoothing, options.z_loss, options.softcap)
     trained = torch.is_grad_enabled() and logits.requires_grad
-    # In fp16, a probability over the number of rows underflows unless the loss scale multiplies it, which only the
-    # backward pass knows.
+    # In fp16, p / N underflows without the loss scale, which is known only in the backward pass.
     if reduction == "none" or (trained and logits.dtype == torch.float16):
         loss, *_, predictions = _RowLosses.apply(logits, weight, target, *flags, predict)
         if reduction == "mean":
@@ -352,7 +350,7 @@ def _reference(
     logits: Tensor, target: Tensor, weight: Tensor | None, options: Options, reduction: Reduction,
     num_items: int | Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same in plain PyTorch, for transforms of `torch.func`."""
+    """`_cross_entropy` in plain PyTorch, for `torch.func` transforms."""
     rows, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     loss = reference_losses(rows, labels, options, _contiguous(weight, accumulator(logits.dtype)))
     predictions = rows.argmax(-1).where(labels != options.ignore_index, -1).view(target.shape)
@@ -364,7 +362,7 @@ def _reference(
 
 
 def _on_device(items: int | Tensor, device: torch.device) -> Tensor:
-    """The number of items as a scalar on the device, without a synchronization."""
+    """The number of items as a 0-d tensor on the device, without host synchronization."""
     if isinstance(items, Tensor):
         return items.detach().to(device, non_blocking=True).reshape(())
     return torch.full((), items, dtype=torch.float32, device=device)
@@ -381,12 +379,12 @@ def _divisor(target: Tensor, weight: Tensor | None, ignore_index: int, num_items
 
 def _check_reuse(logits: Tensor) -> None:
     if logits.is_leaf:
-        raise ValueError("reuse_logits would overwrite a leaf that requires gradients; pass logits that were computed")
+        raise ValueError("reuse_logits would overwrite a leaf that requires grad; pass logits that were computed")
     rows = rows_of(logits)
     repeated = any(size > 1 and stride == 0 for size, stride in zip(rows.shape, rows.stride(), strict=True))
     if repeated or rows.data_ptr() != logits.data_ptr():
         raise ValueError(
-            "reuse_logits needs adjacent classes, at most two strides from row to row and no row twice; "
+            "reuse_logits needs a class stride of 1, leading axes that collapse to at most two, and no overlap; "
             f"logits {describe(logits)} have the strides {logits.stride()}"
         )
 

@@ -1,4 +1,4 @@
-"""Shared by the losses: reduction of row losses to a scalar, and multiplication by its incoming gradient."""
+"""Shared by the losses: reduction of row losses to a scalar, and scaling by its incoming gradient."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from .._operator import has_mode
 
 Reduction = Literal["mean", "sum", "none"]
 
-# Block and warps where one program goes over all rows.
+# Block and warps of kernels in which one program loops over all rows.
 _ROWS, _WARPS = 4096, 16
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def divisor_kernel(p_target, p_weight, p_divisor, n_rows, ignore_index, V: tl.constexpr, BLOCK: tl.constexpr):
-    """The number of rows that are not ignored, or the sum of their targets' weights, and its reciprocal, 1 for none."""
+    """The number of rows that are not ignored, or Σ w_target; then its reciprocal, or 1 if it is 0."""
     b_sum = tl.zeros([BLOCK], tl.float32)
     for i_n in range(0, n_rows, BLOCK):
         o_n = i_n + tl.arange(0, BLOCK)
@@ -38,7 +38,7 @@ def divisor_kernel(p_target, p_weight, p_divisor, n_rows, ignore_index, V: tl.co
 
 @triton.jit(do_not_specialize=["n_rows"])
 def total_kernel(p_loss, p_divisor, p_total, n_rows, BLOCK: tl.constexpr):
-    """The sum of the losses over the divisor, NaN for none; one program, so that it repeats bit for bit."""
+    """Σ loss / divisor, NaN if the divisor is 0; one program, so bitwise reproducible."""
     b_sum = tl.zeros([BLOCK], tl.float32)
     for i_n in range(0, n_rows, BLOCK):
         o_n = i_n + tl.arange(0, BLOCK)
@@ -50,10 +50,10 @@ def total_kernel(p_loss, p_divisor, p_total, n_rows, BLOCK: tl.constexpr):
 
 @triton.jit
 def multiply_kernel(p_x, p_factor, n_elements, BLOCK: tl.constexpr):
-    """x *= factor, where a factor of one costs no traffic, only the start of a few programs."""
+    """x *= factor; if factor is 1, programs return without memory traffic."""
     factor = tl.load(p_factor).to(tl.float32)
     if factor != 1.0:
-        # Not tl.cdiv, which adds first: just below 2^31 that would overflow.
+        # Not tl.cdiv: its addition would overflow for n_elements just below 2^31.
         for i_x in range(tl.program_id(0), (n_elements - 1) // BLOCK + 1, tl.num_programs(0)):
             o_x = tl.cast(i_x, tl.int64) * BLOCK + tl.arange(0, BLOCK)
             m_x = o_x < n_elements
@@ -62,9 +62,9 @@ def multiply_kernel(p_x, p_factor, n_elements, BLOCK: tl.constexpr):
 
 
 def divisors(target: Tensor, weight: Tensor | None, ignore_index: int, like: Tensor) -> Tensor:
-    """The divisor of a mean over the rows and its reciprocal, [2], of the dtype of `like`.
+    """(divisor of the mean over the rows, its reciprocal) as a tensor [2] with the dtype of `like`.
 
-    target: [N], int64. weight: [V] of that dtype, contiguous. A target outside the vocabulary weighs nothing.
+    target: [N], int64. weight: [V] of that dtype, contiguous. A target outside [0, V) has weight 0.
     """
     pair = like.new_empty(2)
     if takes_kernel(like):
@@ -79,7 +79,7 @@ def divisors(target: Tensor, weight: Tensor | None, ignore_index: int, like: Ten
 
 
 def total(loss: Tensor, divisor: Tensor) -> Tensor:
-    """loss.sum() / divisor for losses [N] and a scalar of their dtype on the device."""
+    """loss.sum() / divisor for losses [N] and a 0-d divisor of the same dtype and device."""
     if not takes_kernel(loss):
         return loss.sum() / divisor
     result = loss.new_empty(())
@@ -88,13 +88,13 @@ def total(loss: Tensor, divisor: Tensor) -> Tensor:
 
 
 def scaled(x: Tensor, factor: Tensor) -> Tensor:
-    """x * factor for a scalar on the device. In place where that is safe, and then without traffic for a factor of 1.
+    """x * factor for a 0-d factor on the device; in place if that is safe, and then without traffic for a factor of 1.
 
-    It is not safe if the graph is kept for another backward pass, while a compiler traces (x is of a subclass then), or
-    for a batch of factors (`is_grads_batched=True`).
+    In place is not safe with retain_graph=True, while a compiler traces (x is then a Tensor subclass), or for a batch
+    of factors (`is_grads_batched=True`).
     """
     if type(x) is not Tensor or has_mode() or not takes_kernel(x):
-        # As the kernel: `x * factor` on a GPU would round an fp32 factor to the dtype of x first.
+        # As the kernel does: on a GPU, `x * factor` would first round an fp32 factor to the dtype of x.
         return (x.to(torch.promote_types(x.dtype, factor.dtype)) * factor).to(x.dtype)
     if torch._C._autograd._get_current_graph_task_keep_graph() or not x.is_contiguous():
         x = x.clone(memory_format=torch.contiguous_format)
@@ -107,14 +107,14 @@ def scaled(x: Tensor, factor: Tensor) -> Tensor:
 def check_options(
     label_smoothing: float, softcap: float | None, reduction: str, num_items: int | Tensor | None
 ) -> None:
-    """Raise ValueError for an option that does not fit."""
+    """Raise ValueError for an invalid option."""
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing {label_smoothing} must be between 0 and 1")
     if softcap is not None and not softcap > 0.0:
-        raise ValueError(f"softcap {softcap} must be positive; leave it out for none")
+        raise ValueError(f"softcap {softcap} must be positive, or None")
     if reduction not in get_args(Reduction):
         raise ValueError(f"reduction {reduction!r} must be one of {', '.join(get_args(Reduction))}")
     if num_items is not None and reduction != "mean":
-        raise ValueError(f"num_items is the divisor of reduction 'mean'; it contradicts reduction {reduction!r}")
+        raise ValueError(f"num_items is the divisor of reduction 'mean'; reduction {reduction!r} has no divisor")
     if isinstance(num_items, Tensor) and num_items.numel() != 1:
         raise ValueError(f"num_items {describe(num_items)} must have one element")

@@ -2,14 +2,14 @@
 
 Each row is split into parts of BLOCK logits, one program each. The gradient of a part needs the maximum and the sum of
 exponentials of its whole row, so every logit is read twice. To read it from memory only once, program i computes the
-statistics of part i and the gradient of part i - distance: by then every program of that row has published its
-statistics, and its logits are still in L2. In bf16, 4 bytes of memory traffic remain per logit, one read and one write.
+statistics of part i and the gradient of part i - distance: by then every program of that row has stored its
+statistics, and the logits are still in L2. In bf16, 4 bytes of memory traffic remain per logit, one read and one write.
 Programs exchange statistics through one 64-bit word of global memory per part.
 
-A program waits only for programs with lower numbers. A GPU starts programs in the order of their numbers, which scans
-with decoupled look-back rely on as well, so the kernel cannot deadlock, however few programs run at once.
+A program waits only for programs with lower ids. A GPU starts programs in the order of their ids (scans with decoupled
+look-back rely on that, too), so the kernel cannot deadlock, however few programs are resident.
 
-Names: i_n row, i_c part of the row, o_ offsets, p_ pointers, b_ blocks; V columns here, TOTAL classes in all.
+Names: i_n row, i_c part of the row, o_ offsets, p_ pointers, b_ blocks; V columns of z, TOTAL classes.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -20,7 +20,7 @@ import triton.language as tl
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
-# Lower bound of the maximum that is subtracted: finite even if every logit is -inf.
+# Lower bound of the subtracted maximum: finite even if all logits are -inf.
 LOWEST = -1e30
 _LOWEST: tl.constexpr = tl.constexpr(LOWEST)
 
@@ -52,7 +52,7 @@ def _shape(b_z, SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr):
 
 @triton.jit
 def _slope(b_x, SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr):
-    """The derivative of `_shape`, in a form that does not cancel as 1 - tanh² does."""
+    """The derivative of `_shape`, without the cancellation of 1 - tanh²."""
     b_slope = 1.0
     if SOFTCAP > 0.0:
         b_e = tl.exp(-2.0 / SOFTCAP * tl.abs(b_x.to(tl.float32)))
@@ -70,7 +70,7 @@ def _inside(o_v, V: tl.constexpr):
 
 @triton.jit
 def _class_weights(p_weight, o_v, V: tl.constexpr):
-    """The class weights at columns o_v, 0 outside of the V columns; the scalar 1 without class weights."""
+    """The class weights at columns o_v, 0 for o_v >= V; the scalar 1 without class weights."""
     b_w = 1.0
     if p_weight is not None:
         b_w = tl.load(p_weight + o_v, mask=_inside(o_v, V), other=0.0)
@@ -84,10 +84,10 @@ def _gradient(
     ENTROPY: tl.constexpr,
 ):  # fmt: skip
     """scale · dloss/dx for logits x, blocks or scalars; factor = scale · (lse_weight + 2 · z_loss · lse)."""
-    # Subtract one after the other: z_max + log_sum would be rounded to the digits of the larger one.
+    # Two subtractions: z_max + log_sum would lose the low bits of log_sum.
     b_below = _shape(b_x, SOFTCAP, TEMPERATURE) - z_max
     if ENTROPY:
-        # At -inf, p is 0 and its factor must be a number.
+        # For a logit of -inf, p is 0 and must not be multiplied by inf.
         factor += entropy_scale * (mean - tl.maximum(b_below, -10000.0))
     b_dz = tl.exp2((b_below - log_sum) * _LOG2E) * factor - b_one_hot
     if SMOOTHING > 0.0:
@@ -97,7 +97,7 @@ def _gradient(
 
 @triton.jit
 def _pack(high, low):
-    """An fp32 and 32 more bits in one 64-bit word, which other programs read in one piece."""
+    """An fp32 and 32 more bits in one 64-bit word, which is stored and loaded atomically."""
     return (high.to(tl.int32, bitcast=True).to(tl.int64) << 32) | low
 
 
@@ -115,7 +115,7 @@ def _broadcast(condition, BLOCK: tl.constexpr):
 
 @triton.jit
 def _wait_for_words(p_words, PARTS: tl.constexpr, PADDED: tl.constexpr):
-    """Wait until all parts of a row have stored their words, which are not 0, and return them."""
+    """Wait until the words of all parts of a row are nonzero, and return them."""
     o_c = tl.arange(0, PADDED)
     b_word = tl.load(p_words + o_c, mask=o_c < PARTS, other=1, volatile=True)
     while tl.min((b_word != 0).to(tl.int32), 0) == 0:
@@ -125,7 +125,7 @@ def _wait_for_words(p_words, PARTS: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def _row_bounds(i_n, n_inner, stride_outer, stride_inner, WIDTH: tl.constexpr, GROUP: tl.constexpr):
-    """(start of row i_n, rounded down to a multiple of GROUP; offset of its first column from there; its end)."""
+    """(offset of row i_n rounded down to a multiple of GROUP; its first column relative to that; its end)."""
     start = (i_n // n_inner).to(tl.int64) * stride_outer + (i_n % n_inner).to(tl.int64) * stride_inner
     shift = 0
     end = WIDTH
@@ -143,10 +143,10 @@ def _publish_statistics(
     SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr, PREDICT: tl.constexpr,
     MEAN: tl.constexpr,
 ):  # fmt: skip
-    """Store the statistics of one part of a row in its words, none of which is 0 then.
+    """Store the statistics of one part of a row as nonzero words.
 
     First word: the maximum and Σ exp(z - maximum). Second, with label smoothing: Σ w (z - maximum) and Σ w. Third, with
-    predictions: V + the column of the maximum, or the column alone if its logit is NaN, the maximum to `argmax`.
+    predictions: V + argmax, or the column of a NaN, which `argmax` treats as the maximum, without V.
     Fourth, for the entropy: Σ exp(z - maximum) (z - maximum).
     """
     if OVERREAD:
@@ -184,18 +184,18 @@ def cross_entropy_kernel(
     """Statistics of part i and gradient of part i - distance; one program of each row stores the row's results.
 
     Without STATISTICS, the kernel reads largest, log_sum and lse_weight instead of computing them. If V < TOTAL, the
-    logits are a shard of the vocabulary, and p_loss receives the part of the loss that is linear in its logits. GROUP
-    is the number of logits in 16 bytes if rows do not start at multiples of 16 bytes, else 1: then the kernel reads
-    every group that overlaps the row in whole, which never crosses a page.
+    logits are a shard of the vocabulary, and p_loss receives `Statistics.linear`, the part of the loss that is linear
+    in the logits. GROUP is 1 if rows are aligned to 16 bytes. Otherwise it is the number of logits in 16 bytes, and the
+    kernel loads every aligned group that overlaps the row, which never crosses a page.
     """
-    # Whether loads cover more than the row's own columns.
+    # Whether loads include columns outside the row.
     OVERREAD: tl.constexpr = WIDTH > V or GROUP > 1
-    # Value of masked loads. -inf changes neither maximum nor sum, but is safe only where nothing else reads it.
+    # Value of masked loads. -inf affects neither maximum nor sum, but is only safe if no other term reads it.
     FILL: tl.constexpr = 0.0 if SMOOTHING > 0.0 or SOFTCAP > 0.0 or OVERREAD else -float("inf")
     i_a = tl.program_id(0)
     i_b = i_a - distance
     if STATISTICS:
-        # Load early: the values are needed only after the gradient of the other part.
+        # Issue the loads early: their values are used only after the gradient of the other part.
         o_a = i_a % PARTS * BLOCK + tl.arange(0, BLOCK)
         counted_a = tl.load(p_target + i_a // PARTS, mask=i_a < n_parts, other=ignore_index) != ignore_index
         start_a, shift_a, end_a = _row_bounds(i_a // PARTS, n_inner, stride_z_outer, stride_z, WIDTH, GROUP)
@@ -227,7 +227,7 @@ def _finish_part(
     STATISTICS: tl.constexpr, GRADIENT: tl.constexpr,
     PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradient of part i_c of row i_n, and the row's results if this part is the one that stores them."""
+    """Store the gradient of part i_c of row i_n, and the row's results if this part is responsible for them."""
     target = tl.load(p_target + i_n)
     o_b = i_c * BLOCK + tl.arange(0, BLOCK)
     if GRADIENT:
@@ -247,7 +247,7 @@ def _finish_part(
         if GRADIENT:
             b_x = tl.load(p_z + o_b, mask=o_b < end, other=0.0, eviction_policy="evict_first")
             scale = tl.load(p_scale + i_n.to(tl.int64) * stride_scale)
-        # A kernel cannot raise: a target outside the vocabulary turns the row's loss and gradient to NaN.
+        # A kernel cannot raise: a target outside the vocabulary makes the row's loss and gradient NaN.
         poison = tl.where((target >= 0) & (target < TOTAL), 0.0, float("nan"))
         column = target - start
         inside = (column >= 0) & (column < V)
@@ -300,11 +300,11 @@ def _finish_part(
                 TOTAL, SMOOTHING, SOFTCAP, TEMPERATURE, ENTROPY,
             )  # fmt: skip
             if has_target:
-                # In place, another thread overwrites the target's logit: wait until it has been read.
+                # In place, another thread overwrites the target's logit: synchronize after it is loaded.
                 tl.debug_barrier()
             _store_gradient(p_dz, i_c * BLOCK, b_dz, shift, end, V, GROUP, BLOCK)
             if has_target:
-                # The target's gradient has one more term: store it over the value above.
+                # The target's gradient has one more term: overwrite the value stored above.
                 tl.debug_barrier()
                 one_hot = (1.0 - SMOOTHING) * target_weight * scale
                 dz = _gradient(
@@ -316,7 +316,7 @@ def _finish_part(
 
 @triton.jit
 def _store_gradient(p_dz, first, b_dz, shift, end, V: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Store the gradient of one part; in a group that overlaps a neighboring row, only this row's columns."""
+    """Store the gradient of one part, only this row's columns where a group overlaps a neighboring row."""
     b_dz = b_dz.to(p_dz.dtype.element_ty)
     o_b = first + tl.arange(0, BLOCK)
     if GROUP == 1:
@@ -329,7 +329,7 @@ def _store_gradient(p_dz, first, b_dz, shift, end, V: tl.constexpr, GROUP: tl.co
 
 @triton.jit
 def _combine_parts(p_words, PARTS: tl.constexpr, PADDED: tl.constexpr):
-    """(maximum of a row, log Σ exp(z - maximum), maxima of its parts); waits for the statistics of all parts."""
+    """(maximum of a row, log Σ exp(z - maximum), maxima of its parts), after waiting for all parts."""
     o_c = tl.arange(0, PADDED)
     b_word = _wait_for_words(p_words, PARTS, PADDED)
     b_top = tl.where(o_c < PARTS, (b_word >> 32).to(tl.int32).to(tl.float32, bitcast=True), -float("inf"))
@@ -361,7 +361,7 @@ def _store_results(
         b_best = b_word.to(tl.int32) - 1
         is_best = (b_best < V) | (b_top == tl.max(b_top, 0))
         best = tl.min(tl.where(is_best & (o_c < PARTS), b_best, 2 * V), 0)
-        # A NaN maximum tells other shards of the vocabulary that this one has a NaN.
+        # A NaN maximum propagates the NaN to the other shards of the vocabulary.
         z_max = tl.where(best < V, float("nan"), z_max)
         best = best % V
     mean = 0.0
@@ -384,7 +384,7 @@ def _store_fields(
     p_loss, p_largest, p_log_sum, p_lse_weight, p_prediction, p_mean,
     i_n, loss, largest, log_sum, lse_weight, prediction, mean, mask,
 ):  # fmt: skip
-    """Store the results of row i_n that have a pointer."""
+    """Store the results of row i_n whose pointers are not None."""
     tl.store(p_loss + i_n, loss, mask=mask)
     if p_largest is not None:
         tl.store(p_largest + i_n, largest, mask=mask)

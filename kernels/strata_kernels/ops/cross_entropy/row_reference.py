@@ -1,4 +1,4 @@
-"""Losses of rows of logits and their gradients in plain PyTorch: on CPUs, in fp64 and under `torch.func`."""
+"""Losses of rows of logits and their gradients in plain PyTorch: for CPUs, fp64 and `torch.func`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .row_statistics import Columns, Options, Statistics
 
 
 def reference_losses(z: Tensor, target: Tensor, options: Options, weight: Tensor | None) -> Tensor:
-    """The losses [N] of logits z [N, V] by operators of PyTorch, which transforms of `torch.func` can differentiate."""
+    """The losses [N] of logits z [N, V] by PyTorch operators, differentiable by `torch.func`."""
     wide = _shaped(z, options)
     losses = functional.cross_entropy(
         wide, target, weight, ignore_index=options.ignore_index, reduction="none",
         label_smoothing=options.label_smoothing,
     )  # fmt: skip
-    # The square may be infinite where a row is masked with the smallest number, and 0 times that would be NaN.
+    # lse² may overflow for a row that is masked with finfo.min, and 0 · inf would be NaN.
     if not options.z_loss:
         return losses
     squares = options.z_loss * wide.logsumexp(-1).square()
@@ -29,7 +29,7 @@ def reference_statistics(
     z: Tensor, target: Tensor, options: Options, columns: Columns, weight: Tensor | None, predict: bool,
     want_mean: bool = False,
 ) -> Statistics:  # fmt: skip
-    """`Statistics` of logits z [N, V] that have these columns of the vocabulary."""
+    """`Statistics` of logits z [N, V], V the number of `columns`."""
     counted, has_target, column = _targets(target, options, columns, z.shape[1])
     smoothing, wide = options.label_smoothing, _shaped(z, options)
     largest, prediction = wide.max(1, keepdim=True)
@@ -47,7 +47,7 @@ def reference_statistics(
         sum_of_weights = z.shape[1] if weight is None else weight.sum()
         lse_weight = torch.full_like(largest, 1 - smoothing) * (1.0 if weight is None else weight[column])
         lse_weight = rows(lse_weight.where(has_target, 0) + smoothing / columns.total * sum_of_weights)
-    # On a CPU log_softmax is more exact than logsumexp; it is NaN where all logits are -inf.
+    # On a CPU, log_softmax is more accurate than logsumexp; it is NaN if all logits are -inf.
     log_sum = below.log_softmax(1).gather(1, prediction).neg().where(largest != -torch.inf, -torch.inf)
     return Statistics(
         largest=rows(largest.clamp_min(LOWEST)),
@@ -60,7 +60,7 @@ def reference_statistics(
 
 
 def _mean(below: Tensor) -> Tensor:
-    """Σ p (z - m), [N, 1], of z - m [N, V]; 0 where all are -inf."""
+    """Σ p (z - m) [N, 1] from z - m [N, V]; 0 for a row of -inf."""
     return (below.softmax(1).nan_to_num(nan=0.0) * below.clamp_min(LOWEST)).sum(1, keepdim=True)
 
 
@@ -68,7 +68,7 @@ def reference_gradient(
     z: Tensor, target: Tensor, scale: Tensor, whole: Statistics, options: Options, columns: Columns,
     weight: Tensor | None, entropy_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """scale · dloss/dz + entropy_scale · dentropy/dz [N, V] for logits z of these columns."""
+    """scale · dloss/dz + entropy_scale · dentropy/dz [N, V] for logits z of `columns`."""
     counted, has_target, column = _targets(target, options, columns, z.shape[1])
     smoothing, wide = options.label_smoothing, _shaped(z, options)
     largest, log_sum = whole.largest[:, None], whole.log_sum[:, None]
@@ -92,14 +92,14 @@ def reference_gradient(
 
 
 def _shaped(z: Tensor, options: Options) -> Tensor:
-    """Logits with softcap and temperature, in the dtype of the losses."""
+    """Logits with softcap and temperature applied, in the dtype of the losses."""
     wide = z.to(accumulator(z.dtype))
     wide = options.softcap * torch.tanh(wide / options.softcap) if options.softcap else wide
     return wide if options.temperature == 1 else wide / options.temperature
 
 
 def _targets(target: Tensor, options: Options, columns: Columns, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(row is not ignored, its target is in these columns, its column here or 0), each [N, 1]."""
+    """(target is not ignored, target is in `columns`, its column relative to `columns.start` or 0), each [N, 1]."""
     counted = (target != options.ignore_index)[:, None]
     column = target[:, None] - columns.start
     if bool((counted & ((target < 0) | (target >= columns.total))[:, None]).any()):

@@ -1,7 +1,7 @@
-"""Losses of rows of logits and their gradients, which `cross_entropy` and `linear_cross_entropy` are made of.
+"""Host functions for losses of rows of logits and their gradients, for `cross_entropy` and `linear_cross_entropy`.
 
-Four functions take logits to losses and gradients, over whole rows or over some columns of the vocabulary. Each runs
-`row_kernel`, or `row_reference` in plain PyTorch where the kernel does not run.
+Four functions compute losses or gradients from logits of all columns, or of a shard of the vocabulary. Each launches
+`row_kernel`, or calls `row_reference` in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from .row_kernel import cross_entropy_kernel
 from .row_reference import reference_gradient, reference_statistics
 from .row_statistics import Columns, Options, Statistics, losses_of
 
-# Rows of a padded buffer start at multiples of so many elements: matrix products and the kernel move 16 bytes at once.
+# Row stride of a padded buffer is a multiple of this, for 16-byte accesses by matrix products and the kernel.
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Launch parameters for logits of up to `itemsize` bytes.
+    """Launch-table entry for logits of up to `itemsize` bytes.
 
     Attributes:
-        block: logits of a part of a row, which one program takes.
-        warps: of a program.
-        registers: of a thread, at most.
-        distance_per_sm: programs per multiprocessor between the statistics of a part and its gradient. More than run
-            at once, so that no program waits for long; few enough that the logits in between stay in L2.
+        block: logits of a part of a row, computed by one program.
+        warps: warps per program.
+        registers: maximum registers per thread.
+        distance_per_sm: programs per multiprocessor between the statistics of a part and its gradient. More than are
+            resident, so that no program waits long; few enough that the logits in between stay in L2.
     """
 
     itemsize: int
@@ -48,7 +48,7 @@ _TILES = (
 
 
 def _tile(vocabulary: int, itemsize: int) -> tuple[Tile, int, int]:
-    """(row of the table, logits of a part, warps of a program) for rows of `vocabulary` logits."""
+    """(launch-table entry, logits per part, warps per program) for rows of `vocabulary` logits."""
     tile = next(tile for tile in _TILES if itemsize <= tile.itemsize)
     block = min(max(triton.next_power_of_2(vocabulary), 128), tile.block)
     return tile, block, max(tile.warps * block // tile.block, 1)
@@ -60,23 +60,23 @@ def cross_entropy_rows(
     log_sum: Tensor | None = None, lse_weight: Tensor | None = None, prediction: Tensor | None = None,
     mean: Tensor | None = None, padding: bool = True,
 ) -> None:  # fmt: skip
-    """Fill `loss` with the losses of whole rows and, with `gradient`, `dz` with scale · dloss/dz.
+    """Fill `loss` with the losses of rows over all columns and, if `gradient`, `dz` with scale · dloss/dz.
 
     Args:
-        z: [N, V], or [A, B, V] with N = A · B; adjacent columns; bf16 | fp16 | fp32 (fp64 in plain PyTorch).
+        z: [N, V], or [A, B, V] with N = A · B; column stride 1; bf16 | fp16 | fp32 (fp64 in plain PyTorch).
         target: [N], int64, contiguous.
-        scale: [N], of loss's dtype, may be an expanded scalar. Only needed for the gradient.
+        scale: [N], loss's dtype, may be an expanded scalar; only for the gradient.
         loss: [N], fp32 (fp64 for fp64).
-        options: the form of the loss.
+        options: options of the loss.
         gradient: whether to compute dz.
-        weight: [V], of loss's dtype, contiguous: class weights.
-        dz: like z; None overwrites z.
-        largest, log_sum, lse_weight: [N], like loss, filled with statistics for `cross_entropy_gradient`; lse_weight
-            only with class weights.
-        prediction: [N], int64, filled with the first column of each row's largest logit; -1 for an ignored row.
-        mean: [N], like loss, filled with `Statistics.mean`.
-        padding: whether z is the leading V columns of a buffer with `padded_width(V)` columns. The kernel may read the
-            others, and leaves them undefined where it overwrites z.
+        weight: [V], loss's dtype, contiguous: class weights.
+        dz: shape and dtype of z; None: overwrite z.
+        largest, log_sum, lse_weight: [N], loss's dtype, filled with statistics for `cross_entropy_gradient`;
+            lse_weight only with class weights.
+        prediction: [N], int64, filled with the first column of each row's maximum logit; -1 for ignored rows.
+        mean: [N], loss's dtype, filled with `Statistics.mean`.
+        padding: whether z is the first V columns of a buffer with `padded_width(V)` columns. The kernel may load the
+            padding, and may overwrite it if it overwrites z.
     """
     whole = Columns(0, z.shape[-1])
     if takes_kernel(z):
@@ -105,8 +105,8 @@ def cross_entropy_gradient(
 ) -> None:  # fmt: skip
     """Fill `dz` with scale · dloss/dz from the statistics of the rows; arguments as in `cross_entropy_rows`.
 
-    With `columns`, z and weight have these columns only; the statistics still are those of the whole vocabulary. With
-    `entropy_scale` [N], like loss, entropy_scale · dentropy/dz is added, which takes `mean`.
+    With `columns`, z and weight hold only these columns; the statistics are those of the whole vocabulary. With
+    `entropy_scale` [N], loss's dtype, entropy_scale · dentropy/dz is added, which requires `mean`.
     """
     assert scale is not None
     columns = columns or Columns(0, z.shape[-1])
@@ -126,9 +126,9 @@ def partial_statistics(
     z: Tensor, target: Tensor, options: Options, columns: Columns,
     *, weight: Tensor | None = None, predict: bool = False, mean: bool = False,
 ) -> Statistics:  # fmt: skip
-    """Statistics of the rows over some columns of the vocabulary; z is only read.
+    """Statistics of the rows over `columns` of the vocabulary; does not write to z.
 
-    Arguments as in `cross_entropy_rows`, z and weight of these columns; target counts in the whole vocabulary.
+    Arguments as in `cross_entropy_rows`, z and weight of these columns; target indexes the whole vocabulary.
     """
     if not takes_kernel(z):
         return reference_statistics(z, target, options, columns, weight, predict, mean)
@@ -144,7 +144,7 @@ def partial_gradient(
     z: Tensor, target: Tensor, scale: Tensor, whole: Statistics, options: Options, columns: Columns,
     *, weight: Tensor | None = None, entropy_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Overwrite the logits z of some columns by scale · dloss/dz; `whole` is of the whole vocabulary."""
+    """Overwrite the logits z of `columns` with scale · dloss/dz; `whole`: statistics of the whole vocabulary."""
     cross_entropy_gradient(
         z, target, scale, whole.largest, whole.log_sum, whole.lse_weight, options, weight=weight, columns=columns,
         mean=whole.mean, entropy_scale=entropy_scale,
@@ -152,7 +152,7 @@ def partial_gradient(
 
 
 class _Results(NamedTuple):
-    """Where the kernel stores its results, each [N]. Without `loss` it reads the statistics among them instead."""
+    """Output tensors of the kernel, each [N]. If `loss` is None, the statistics among them are inputs."""
 
     loss: Tensor | None = None
     largest: Tensor | None = None
@@ -166,7 +166,7 @@ def _launch_rows(
     z: Tensor, target: Tensor, options: Options, columns: Columns, weight: Tensor | None, results: _Results,
     scale: Tensor | None, dz: Tensor | None, padding: bool, entropy_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Launch the kernel: fill `results` if it has a loss, and dz if it is given."""
+    """Launch the kernel: fill `results` if it has a loss, and dz unless it is None."""
     vocabulary = z.shape[-1]
     tile, block, warps = _tile(vocabulary, z.itemsize)
     group = 1 if padding else _group_size(z, dz)
@@ -175,7 +175,7 @@ def _launch_rows(
     words, weight_sum, distance = None, None, 0
     statistics = results.loss is not None
     if statistics:
-        # The words of `_publish_statistics`.
+        # Number of words that `_publish_statistics` stores.
         words_per_part = 3 if results.prediction is not None else 2 if options.label_smoothing else 1
         words_per_part = words_per_part if results.mean is None else 4
         if (words_per_part + 1) * n_parts >= 2**31:
@@ -198,7 +198,7 @@ def _launch_rows(
 
 
 def _group_size(z: Tensor, dz: Tensor | None) -> int:
-    """Logits in 16 bytes if rows are not aligned to 16 bytes, but those of z and dz are misaligned alike; else 1."""
+    """Logits per 16 bytes if rows are not 16-byte aligned and z and dz have equal misalignment; else 1."""
     group = 16 // z.itemsize
     strides = (*_row_strides(z), z.shape[-1])
     if all(stride % group == 0 for stride in strides) or z.data_ptr() % 16:
@@ -210,12 +210,12 @@ def _group_size(z: Tensor, dz: Tensor | None) -> int:
 
 
 def _row_strides(x: Tensor) -> tuple[int, int]:
-    """Strides of the two axes that rows have, the outer 0 for x [N, V]."""
+    """(outer row stride, inner row stride); the outer is 0 for x [N, V]."""
     return 0 if x.dim() == 2 else x.stride(0), x.stride(-2)
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """x [..., V] as [A, B, V] with adjacent columns; a view of x where its strides allow that."""
+    """x [..., V] as [A, B, V] with column stride 1; a view of x where its strides allow it, else a copy."""
     if x.shape[-1] > 1 and x.stride(-1) != 1:
         x = x.contiguous()
     axes = [(1, 0), (1, 0)]
@@ -231,5 +231,5 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 def padded_width(vocabulary: int) -> int:
-    """Columns of a padded buffer for `vocabulary` columns of logits."""
+    """Row stride of a padded buffer for `vocabulary` columns of logits."""
     return -(-vocabulary // _ALIGNMENT) * _ALIGNMENT

@@ -1,10 +1,10 @@
-"""selective_log_softmax: log-probabilities of some classes, without those of all others.
+"""selective_log_softmax: log-probabilities of selected classes, without storing those of all.
 
     lse = log Σ_v exp z_v          y_k = z_{index_k} - lse          dz = Σ_k g_k (onehot(index_k) - p)
 
-Axes: N rows, V classes, K classes of a row that are asked for. The row kernel is that of `cross_entropy`: one read of
-the logits forward, one read and one write backward. Of the classes asked for, the forward pass gathers the logits
-and the backward pass stores the gradient anew; all else of the gradient is p times the sum of the incoming ones.
+Axes: N rows, V classes, K selected classes per row. The row kernel is that of `cross_entropy`: one read of the logits
+in forward, one read and one write in backward. The forward pass also gathers the selected logits. The backward kernel
+stores -p Σ_k g_k for all classes; the elements of the selected classes are then overwritten.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .._operator import Operator, is_transformed, operator, refuse_double_backwa
 from .row_statistics import Options
 from .rows import cross_entropy_gradient, cross_entropy_rows, rows_of
 
-# No class has this number.
+# ignore_index -1 matches no class.
 _OPTIONS = Options(ignore_index=-1, label_smoothing=0.0, z_loss=0.0, softcap=0.0)
 
 
@@ -32,7 +32,7 @@ def _options(temperature: float) -> Options:
     " float temperature) -> Tensor"
 )
 class _Backward(Operator):
-    """The gradient of the logits."""
+    """dlogits."""
 
     @staticmethod
     def forward(
@@ -48,7 +48,7 @@ class _Backward(Operator):
             rows, columns[:, 0].contiguous(), -total, largest, log_sum, None, _options(temperature),
             dz=dlogits.view(rows.shape), padding=False,
         )  # fmt: skip
-        # A class that is asked for twice gets both gradients.
+        # A class that is selected twice gets the sum of both gradients.
         same = (columns[:, :, None] == columns[:, None, :]).to(wide.dtype)
         own = (same @ wide[:, :, None])[:, :, 0]
         flat.scatter_(
@@ -98,7 +98,7 @@ class _Forward(Operator):
 
 
 def selective_log_softmax(logits: Tensor, index: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """Log-probabilities of the classes `index`, fused with their gradient.
+    """Log-probabilities of the classes `index`, without materializing those of all classes.
 
     Equivalent to::
 
@@ -106,18 +106,18 @@ def selective_log_softmax(logits: Tensor, index: Tensor, *, temperature: float =
         log_p.gather(-1, index[..., None])[..., 0]                                          # index [...]
         log_p.gather(-1, index)                                                             # index [..., K]
 
-    Double backward is not supported. Under `torch.func` everything is plain PyTorch.
+    Double backward is not supported. Under `torch.func` transforms, it runs in plain PyTorch.
 
     Args:
         logits: [..., V], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides.
         index: [...] or [..., K], int64, each in [0, V).
-        temperature: logits are divided by it. Kernels are compiled for each value.
+        temperature: divisor of the logits. A constexpr: each value compiles another kernel.
 
     Returns:
-        Of index's shape, fp32 (fp64 for fp64).
+        Same shape as index, fp32 (fp64 for fp64).
 
     Raises:
-        ValueError: a shape, dtype or option does not fit.
+        ValueError: a wrong shape, dtype or option.
 
     Example:
         >>> logits = torch.randn(2, 8, 32, requires_grad=True)
@@ -131,7 +131,7 @@ def selective_log_softmax(logits: Tensor, index: Tensor, *, temperature: float =
         raise ValueError(f"temperature {temperature} must be positive")
     columns = index if index.dim() == logits.dim() else index[..., None]
     if columns.shape[-1] == 0:
-        raise ValueError(f"index {describe(index)} must name at least one class per row")
+        raise ValueError(f"index {describe(index)} must select at least one class per row")
     if is_transformed():
         log_p = (logits.to(accumulator(logits.dtype)) / temperature).log_softmax(-1)
         return log_p.gather(-1, columns).view(index.shape)

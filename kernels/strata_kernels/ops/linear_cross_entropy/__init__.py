@@ -1,28 +1,28 @@
-"""Cross entropy of a linear layer, in little more memory than its gradients take.
+"""Cross entropy of a linear layer (an LM head) without materializing all logits.
 
     z    = softcap · tanh((x Wᵀ + b) / softcap)        lse = log Σ_v exp z_v        p = exp(z - lse)
     loss = a · lse - (1 - ε) w_target z_target - (ε / V) Σ_v w_v z_v + z_loss · lse²
     dz   = ((a + 2 · z_loss · lse) p - (1 - ε) w_target onehot(target) - (ε / V) w) · s · (1 - (z / softcap)²)
     dx   = dz W          dW = dzᵀ x          db = Σ_rows dz
 
-with ε the label smoothing, w the class weights (1 without), a = (1 - ε) w_target + (ε / V) Σ_v w_v the weight of lse,
+with ε the label smoothing, w the class weights (default 1), a = (1 - ε) w_target + (ε / V) Σ_v w_v the weight of lse,
 and s the factor of a row's loss: its row weight over the divisor of the mean. Sources: the gradient in the forward pass
 is Liger-Kernel's idea (arXiv:2410.10989, section 3.2); label smoothing Szegedy et al. (arXiv:1512.00567), z-loss de
 Brébisson and Vincent (arXiv:1604.08859), softcap Gemma 2 (arXiv:2408.00118).
 
-Axes: N rows, H features, V vocabulary entries. A matrix product computes logits, a kernel computes the losses and
-overwrites the logits by dz, and two products give dx and dW: 6·N·H·V FLOPs (4·N·H·V without dW). Nothing is recomputed,
-because a scalar loss is linear in its incoming gradient: the backward pass only multiplies by it. Nothing accumulates
-with atomics: results repeat bit for bit.
+Axes: N rows, H features, V vocabulary entries. For each chunk of rows, a matrix product computes logits, a kernel
+computes the losses and overwrites the logits with dz, and two products compute dx and dW: 6·N·H·V FLOPs (4·N·H·V
+without dW). Nothing is recomputed: the gradient of a scalar loss is linear in the incoming gradient, so the backward
+pass only scales it. No atomic accumulation: results are bitwise reproducible.
 
-A scalar loss and its gradients are one operator, `strata::linear_cross_entropy`. The losses of rows, and
-`linear_logprobs`, are `strata::linear_cross_entropy_rows` in `rows_operator`. Below them:
+`strata::linear_cross_entropy` computes a scalar loss and its gradients. `strata::linear_cross_entropy_rows` in
+`rows_operator` computes losses of rows and `linear_logprobs`. Modules:
 
-    row_losses    what a pass over the logits does for cross entropy
-    arguments     options, and the checks of arguments
-    ops.head      the engine: products and memory, a vocabulary sharded over processes
+    row_losses    the computation on a chunk of logits for cross entropy
+    arguments     options, and checks of arguments
+    ops.head      the chunk loop: matrix products, memory, vocabulary parallelism
 
-The row kernel is that of `cross_entropy`, behind the functions of `cross_entropy.rows`.
+The row kernel is that of `cross_entropy`, called through `cross_entropy.rows`.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ if TYPE_CHECKING:
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 class _ScalarLoss(Operator):
-    """The loss, dx, dW and db for an incoming gradient of 1, and the predictions; empty where not wanted."""
+    """(loss, dx, dW, db, predictions); gradients for an incoming gradient of 1; empty if not requested."""
 
     @staticmethod
     def forward(
         divisor: Tensor, row_weight: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
         class_weight: Tensor | None, *settings: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        # A divisor of fp64 would carry its dtype into the loss.
+        # An fp64 divisor would promote the loss to fp64.
         divisor = divisor.to(accumulator(x.dtype))
         scale = divisor.reciprocal().expand(x.shape[0]) if row_weight is None else row_weight / divisor
         given = Settings(*settings)
@@ -88,7 +88,7 @@ class _ScalarLoss(Operator):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         _, *gradients, _ = output
-        # Otherwise autograd would fill a zero tensor as the incoming gradient of the dW that forward returned.
+        # Otherwise autograd would allocate zeros as the incoming gradient of the output dW.
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*gradients)
@@ -124,61 +124,61 @@ def linear_cross_entropy(
     accumulate: Accumulate = "exact",
     chunk_bytes: int | None = None,
 ) -> Tensor:
-    """Cross entropy of the logits `x @ weight.T + bias`, in little more memory than the gradients take.
+    """Cross entropy of the logits `x @ weight.T + bias`, which are computed in chunks and never all materialized.
 
     Equivalent to::
 
         logits = F.linear(x, weight, bias).float()
-        logits = softcap * torch.tanh(logits / softcap)                                             # with a softcap
+        logits = softcap * torch.tanh(logits / softcap)                                             # if softcap
         options = {"weight": class_weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
         loss = F.cross_entropy(logits, target, reduction="none", **options)
         loss += z_loss * logits.logsumexp(-1).square() * (target != ignore_index)
         loss *= row_weight
         loss = loss.sum() / (num_items or class_weight[target[target != ignore_index]].sum())       # reduction="mean"
 
-    The z-loss is averaged over the same rows and by the same divisor as the cross entropy.
+    The z-loss has the same rows and divisor as the cross entropy.
 
-    The forward pass computes the gradients of x, weight and bias that are needed: a frozen weight saves a third of the
-    work. With reduction="none", a row's incoming gradient is known only in the backward pass, which then computes the
-    logits a second time. The same holds for fp16: its gradients would underflow without the loss scale, which is in the
-    incoming gradient. Double backward is not supported.
+    The forward pass computes the required gradients of x, weight and bias; a frozen weight saves a third of the FLOPs.
+    With reduction="none", the incoming gradients of the rows are known only in the backward pass, which recomputes the
+    logits. So it does in fp16, where gradients would underflow without the loss scale, a factor of the incoming
+    gradient. Double backward is not supported.
 
     Args:
         x: [..., H], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides.
-        weight: [V, H], of x's dtype. Under autocast both are cast to its dtype. With a `group`, this process's shard.
-            A DTensor with placement Shard(0) is vocabulary-parallel over its mesh dimension, a replicated one is not
-            sharded; x and bias then are DTensors of the same mesh, and so is the result.
-        target: [...], int64, each in [0, V) or `ignore_index`. On a GPU another value turns the loss and its row's
-            gradient to NaN; on a CPU it raises.
-        bias: [V], of x's dtype; sharded as weight is.
-        class_weight: [V], a weight per class; of the whole vocabulary, also where weight is sharded.
-        row_weight: of target's shape, multiplies each row's loss, without a gradient of its own. It does not enter the
-            divisor of the mean: for a weighted mean, pass its sum as `num_items`.
-        ignore_index: rows with this target have loss and gradient zero.
+        weight: [V, H], x's dtype. Autocast casts x and weight. With a `group`, the shard of this rank. A DTensor with
+            placement Shard(0) is vocabulary-parallel over its mesh dimension, a replicated one is not sharded; x and
+            bias are then DTensors of the same mesh, and so is the result.
+        target: [...], int64, each in [0, V) or `ignore_index`. On a GPU, any other value makes the loss and the
+            gradient of its row NaN; on a CPU it raises.
+        bias: [V], x's dtype; sharded like weight.
+        class_weight: [V], floating point, without a gradient; the whole vocabulary, even if weight is sharded.
+        row_weight: [...], factor of each row's loss, without a gradient. Does not change the divisor of "mean": for a
+            weighted mean, pass its sum as `num_items`.
+        ignore_index: rows with this target have zero loss and gradient.
         label_smoothing: in [0, 1].
-        z_loss: weight of the squared log-partition function.
-        softcap: logits are squashed into (-softcap, softcap).
+        z_loss: factor of lse², the squared logsumexp of a row.
+        softcap: logits become softcap · tanh(logits / softcap); None for no softcap.
         reduction: "mean", "sum" or "none".
-        num_items: divisor of "mean" instead of the (weighted) number of rows that are not ignored. A tensor is not read
-            by the host.
-        max_targets: upper bound of the rows that are not ignored. Only so many rows are multiplied: ignored rows are
-            dropped first, without a synchronization, since the caller knows their number (a collator sees the labels
-            on the CPU). If more rows are not ignored, the result and its gradients are NaN.
-        group: the processes that hold the vocabulary, in shards of equal size in the order of their ranks. All of them
-            call this with the same x, target and options, and get the same loss and gradient of x.
-        accumulate: how a 16-bit gradient of weight accumulates. "exact" rounds it once: all rows are taken at once,
-            their logits mostly in the memory of that gradient, or, where that would take more memory, in chunks that
-            accumulate in fp32. Both take up to 4·V·H bytes more than "lean", which rounds after every chunk of rows:
-            with three to five chunks, its worst element has been up to three times as far from fp64 as PyTorch's.
-        chunk_bytes: bytes of logits at a time, beside the gradient of weight; by default 640 MiB, on a CPU 16 MiB.
-            Fewer and larger chunks are faster and, with "lean", more exact.
+        num_items: divisor of "mean", instead of the (weighted) number of rows that are not ignored. A tensor causes no
+            host synchronization.
+        max_targets: upper bound of the rows that are not ignored, e.g. from a collator, which has labels on the CPU.
+            Only so many rows enter the matrix products: ignored rows are dropped, without host synchronization. If more
+            rows are not ignored, the result and its gradients are NaN.
+        group: process group over which the vocabulary is sharded, equal shards in rank order. All ranks call this with
+            the same x, target and options, and get the same loss and gradient of x.
+        accumulate: accumulation of a 16-bit weight gradient over chunks. "exact" rounds once: either one chunk of all
+            rows, most of whose logits reuse the gradient's buffer, or, if that needs more memory, chunks accumulated in
+            fp32. Both need up to 4·V·H bytes more than "lean", which rounds after every chunk: with three to five
+            chunks, its maximum error against fp64 was up to three times PyTorch's.
+        chunk_bytes: bytes of logits per chunk, outside the gradient's buffer; default 640 MiB, on a CPU 16 MiB. Larger
+            chunks are faster and, with "lean", more accurate.
 
     Returns:
-        fp32 (fp64 for fp64), a scalar, or the shape of target for "none". The mean over no rows is NaN, as in PyTorch,
-        with zero gradients; the sum is 0.
+        fp32 (fp64 for fp64), a scalar, or target's shape for "none". If all rows are ignored, the mean is NaN, as in
+        PyTorch, with zero gradients; the sum is 0.
 
     Raises:
-        ValueError: a shape, dtype, placement or option does not fit.
+        ValueError: a wrong shape, dtype, placement or option.
 
     Example:
         >>> x, weight = torch.randn(2, 8, 16), torch.randn(32, 16, requires_grad=True)
@@ -210,9 +210,9 @@ def linear_cross_entropy_with_predictions(
     accumulate: Accumulate = "exact",
     chunk_bytes: int | None = None,
 ) -> LossAndPredictions:
-    """`linear_cross_entropy`, with the arg-max of the logits and the accuracy from the same pass over them.
+    """`linear_cross_entropy`, with `logits.argmax(-1)` and the accuracy from the same pass over the logits.
 
-    Arguments, the loss and errors as in `linear_cross_entropy`; neither predictions nor accuracy carry a gradient.
+    Arguments, loss and errors as in `linear_cross_entropy`; predictions and accuracy have no gradient.
 
     Example:
         >>> x, weight = torch.eye(3), torch.eye(3)
@@ -273,7 +273,7 @@ def _linear_cross_entropy(
 def _divisor(
     target: Tensor, class_weight: Tensor | None, options: CallOptions, sum_over_row_shards: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """The divisor of the sum over the rows: a scalar on the device, computed without a synchronization."""
+    """The divisor of the sum over the rows: a 0-d tensor, computed without host synchronization."""
     if options.reduction != "mean":
         return torch.ones((), device=target.device)
     if isinstance(options.num_items, Tensor):
@@ -283,12 +283,12 @@ def _divisor(
     counted = target != options.ignore_index
     if class_weight is None:
         return sum_over_row_shards(counted.sum())
-    # A target outside the vocabulary turns its row's loss to NaN, and counts like any other.
+    # A target outside the vocabulary makes its row's loss NaN, and is counted like any other.
     return sum_over_row_shards(class_weight[target.clamp(0, class_weight.shape[0] - 1)].where(counted, 0.0).sum())
 
 
 def _drop_ignored(rows: _Rows, options: CallOptions) -> tuple[_Rows, Tensor | None]:
-    """(at most `max_targets` rows, those that are not ignored first and in order; their indices, None for all)."""
+    """(first `max_targets` rows, with rows that are not ignored sorted first; their indices, None for all rows)."""
     kept = kept_rows(rows.target, options.ignore_index, options.max_targets)
     if kept is None:
         return rows, None
@@ -300,18 +300,17 @@ def _loss_of_rows(
     rows: _Rows, weight: Tensor, bias: Tensor | None, class_weight: Tensor | None, divisor: Tensor,
     shard: VocabularyShard, options: CallOptions,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(the scalar loss, or the losses of the rows without a reduction; the predictions)."""
+    """(scalar loss, or the losses of the rows for reduction="none"; predictions)."""
     if is_transformed():
         return _reference(rows, weight, bias, class_weight, divisor, shard, options)
     tensors = (rows.x, weight, bias, rows.target, class_weight)
-    # In the order of Settings.
+    # In the field order of Settings.
     settings = (
         options.ignore_index, options.label_smoothing, options.z_loss, options.softcap or 0.0, 1.0,
         logits_bytes(rows.x, options.chunk_bytes), options.accumulate == "exact", options.predict, False,
         *astuple(shard), *wanted_gradients(rows.x, weight, bias),
     )  # fmt: skip
-    # In fp16, a probability over the number of rows underflows unless the loss scale multiplies it, which only the
-    # backward pass knows.
+    # In fp16, p / N underflows without the loss scale, which is known only in the backward pass.
     if options.reduction == "none" or rows.x.dtype == torch.float16:
         losses, predictions, *_ = losses_by_row(*tensors, *settings)
         losses = losses if rows.weight is None else losses * rows.weight
@@ -326,7 +325,7 @@ def _reference(
     rows: _Rows, weight: Tensor, bias: Tensor | None, class_weight: Tensor | None, divisor: Tensor,
     shard: VocabularyShard, options: CallOptions,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same in plain PyTorch, for transforms of `torch.func`."""
+    """`_loss_of_rows` in plain PyTorch, for `torch.func` transforms."""
     if shard.group:
         raise NotImplementedError("torch.func is not supported for a vocabulary that is sharded over processes")
     z = functional.linear(rows.x, weight, bias)

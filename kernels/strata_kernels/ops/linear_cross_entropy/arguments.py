@@ -28,7 +28,7 @@ class CallOptions(NamedTuple):
 
 
 def check_linear_options(options: CallOptions) -> None:
-    """Raise ValueError for an option that does not fit."""
+    """Raise ValueError for an invalid option."""
     check_options(options.label_smoothing, options.softcap, options.reduction, options.num_items)
     check_memory_options(options.accumulate, options.chunk_bytes, options.max_targets)
 
@@ -37,7 +37,7 @@ def check_tensors(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None,
     row_weight: Tensor | None, shard: VocabularyShard,
 ) -> None:  # fmt: skip
-    """Raise ValueError for a shape or device that does not fit."""
+    """Raise ValueError for a wrong shape, dtype or device."""
     check_head(x, weight, bias)
     check_target(x, target)
     if class_weight is not None and (class_weight.shape != (shard.total,) or not class_weight.is_floating_point()):

@@ -1,15 +1,15 @@
-"""Log-probabilities of tokens from hidden states and a head, with gradients, and their distributions' entropies.
+"""Log-probabilities of target tokens, and entropies, from hidden states and an LM head; both differentiable.
 
     z       = softcap · tanh((x Wᵀ + b) / softcap) / T          lse = log Σ_v exp z_v          p = exp(z - lse)
     logp    = z_target - lse                                    entropy = -Σ_v p_v log p_v
     dz      = g (onehot(target) - p) - h p (log p + entropy)
     dlogits = dz (1 - tanh²) / T       dx = dlogits W           dW = dlogitsᵀ x                db = Σ_rows dlogits
 
-with T the temperature, g and h the incoming gradients of logp and entropy. It is the basis of DPO, KTO and GRPO: their
-losses are small formulas of these [N] numbers (`strata_kernels.preference`, `strata_kernels.policy`).
+with T the temperature, g and h the incoming gradients of logp and entropy. The losses of DPO, KTO and GRPO are
+functions of these [N] log-probabilities (`strata_kernels.preference`, `strata_kernels.policy`).
 
-Axes: N rows, H features, V vocabulary entries. The operator is `strata::linear_cross_entropy_rows`, because logp is the
-negative cross entropy: see `rows_operator`.
+Axes: N rows, H features, V vocabulary entries. logp is the negative cross entropy, so the operator is
+`strata::linear_cross_entropy_rows`: see `rows_operator`.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
 
 
 class LogProbsAndEntropy(NamedTuple):
-    """Two tensors of target's shape, fp32 (fp64 for fp64), both with gradients, 0 where target is ignored.
+    """Two differentiable tensors of target's shape, fp32 (fp64 for fp64), 0 for ignored targets.
 
-    log_probs: as `linear_logprobs` returns them.
-    entropy: of each row's distribution over the vocabulary, in nats.
+    log_probs: the result of `linear_logprobs`.
+    entropy: entropy of each row's distribution over the vocabulary, in nats.
     """
 
     log_probs: Tensor
@@ -78,35 +78,35 @@ def linear_logprobs(
     accumulate: Accumulate = "exact",
     chunk_bytes: int | None = None,
 ) -> Tensor:
-    """Log-probabilities of the targets under the softmax of `x @ weight.T + bias`; logits are never stored in full.
+    """Log-probabilities of the targets under the softmax of `x @ weight.T + bias`; logits are never all materialized.
 
     Equivalent to::
 
         logits = F.linear(x, weight, bias).float()
-        logits = softcap * torch.tanh(logits / softcap)                                             # with a softcap
+        logits = softcap * torch.tanh(logits / softcap)                                             # if softcap
         log_probs = (logits / temperature).log_softmax(-1)
         log_probs = log_probs.gather(-1, target.clamp(min=0)[..., None])[..., 0] * (target != ignore_index)
 
-    A row's incoming gradient is known only in the backward pass, which computes the logits again, in blocks of columns
-    of the vocabulary, so that the gradient of weight is rounded once. Double backward is not supported.
+    The backward pass recomputes the logits, in blocks of vocabulary columns, so that the gradient of weight is rounded
+    once. Double backward is not supported.
 
     Args:
         x: [..., H], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides.
-        weight: [V, H], of x's dtype; under autocast both are cast. DTensors and `group` as in `linear_cross_entropy`.
-        target: [...], int64, each in [0, V) or `ignore_index`. On a GPU another value turns its row to NaN; on a CPU it
+        weight: [V, H], x's dtype; autocast casts both. DTensors and `group` as in `linear_cross_entropy`.
+        target: [...], int64, each in [0, V) or `ignore_index`. On a GPU, any other value makes its row NaN; on a CPU it
             raises.
-        bias: [V], of x's dtype.
-        softcap: logits are squashed into (-softcap, softcap).
-        temperature: logits are divided by it, after the softcap. Kernels are compiled for each value.
-        ignore_index: rows with this target have log-probability and gradient zero.
-        max_targets, group, accumulate, chunk_bytes: as in `linear_cross_entropy`. The gradients take half of
-            `chunk_bytes` for logits; with accumulate="exact", chunks do not round a 16-bit gradient of weight.
+        bias: [V], x's dtype, or None.
+        softcap: logits become softcap · tanh(logits / softcap); None for no softcap.
+        temperature: divisor of the logits, after the softcap. A constexpr: each value compiles another kernel.
+        ignore_index: rows with this target have zero log-probability and gradient.
+        max_targets, group, accumulate, chunk_bytes: as in `linear_cross_entropy`. The backward pass uses
+            half of `chunk_bytes` for logits; with accumulate="exact", a 16-bit weight gradient is rounded once.
 
     Returns:
-        Of target's shape, fp32 (fp64 for fp64).
+        Same shape as target, fp32 (fp64 for fp64).
 
     Raises:
-        ValueError: a shape, dtype, placement or option does not fit.
+        ValueError: a wrong shape, dtype, placement or option.
 
     Example:
         >>> x, weight = torch.randn(2, 8, 16), torch.randn(32, 16, requires_grad=True)
@@ -130,14 +130,14 @@ def linear_logprobs_with_entropy(
     accumulate: Accumulate = "exact",
     chunk_bytes: int | None = None,
 ) -> LogProbsAndEntropy:
-    """`linear_logprobs`, and the entropies of the same distributions from the same pass over the logits.
+    """`linear_logprobs`, and the entropies of the rows' distributions from the same pass over the logits.
 
     Equivalent to::
 
         log_p = (logits / temperature).log_softmax(-1)
         entropy = -(log_p.exp() * log_p).sum(-1) * (target != ignore_index)
 
-    Arguments and errors as in `linear_logprobs`; both results have gradients.
+    Arguments and errors as in `linear_logprobs`; both results are differentiable.
 
     Example:
         >>> x, weight = torch.randn(2, 8, 16), torch.randn(32, 16, requires_grad=True)
@@ -153,7 +153,7 @@ def _linear_logprobs(
     options: _Options,
 ) -> LogProbsAndEntropy:  # fmt: skip
     if softcap is not None and not softcap > 0.0:
-        raise ValueError(f"softcap {softcap} must be positive; leave it out for none")
+        raise ValueError(f"softcap {softcap} must be positive, or None")
     if not options.temperature > 0.0:
         raise ValueError(f"temperature {options.temperature} must be positive")
     check_memory_options(options.accumulate, options.chunk_bytes, options.max_targets)
@@ -185,7 +185,7 @@ def _of_rows(
 ) -> LogProbsAndEntropy:
     if is_transformed():
         return _reference(x, target, weight, bias, shard, options)
-    # In the order of Settings.
+    # In the field order of Settings.
     settings = (
         options.ignore_index, 0.0, 0.0, float(options.softcap), float(options.temperature),
         logits_bytes(x, options.chunk_bytes), options.accumulate == "exact", False, options.entropy,
@@ -198,7 +198,7 @@ def _of_rows(
 def _reference(
     x: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabularyShard, options: _Options
 ) -> LogProbsAndEntropy:
-    """The same in plain PyTorch, for transforms of `torch.func`."""
+    """Log-probabilities and entropies in plain PyTorch, for `torch.func` transforms."""
     if shard.group:
         raise NotImplementedError("torch.func is not supported for a vocabulary that is sharded over processes")
     z = functional.linear(x, weight, bias).to(accumulator(x.dtype))

@@ -1,4 +1,4 @@
-"""Cross entropy as the engine of `head` takes it: what its pass does with logits, and what comes out."""
+"""Cross entropy as a `PartLoss` of `ops.head`: the computation on each chunk of logits, and its results."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ..head.head_pass import HeadGradients, HeadPass, Wanted
 from ..head.memory import plan_columns, plan_rows
 from ..head.vocabulary_parallel import VocabularyShard
 
-# Of `chunk_bytes`, what logits take while gradients are computed from known statistics. With 8192 rows these are 20480
-# columns at a time, whose products are as fast as those of all.
+# Divisor of `chunk_bytes` in the backward pass from saved statistics. With 8192 rows, a chunk has 20480 columns, and
+# its matrix products are as fast as those of all columns.
 _COLUMNS_SHARE = 2
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All arguments of the operators that are not tensors, in their order; a softcap of 0.0 is none.
+    """The non-tensor arguments of the operators, in schema order; softcap 0.0 is none.
 
     Attributes:
-        chunk_bytes: of logits at a time, beside dW.
+        chunk_bytes: bytes of logits per chunk, outside dW's buffer.
         exact: whether a 16-bit dW is rounded once.
-        predict: whether to compute the column of each row's largest logit.
-        entropy: whether to compute the mean logit of each row, from which its entropy follows.
+        predict: whether to compute the argmax of each row.
+        entropy: whether to compute `Statistics.mean` of each row, from which its entropy is computed.
         group, ranks, start, total, sum_dx: the fields of `VocabularyShard`.
         want_dx, want_dw, want_db: which gradients to compute.
     """
@@ -53,12 +53,12 @@ class Settings:
 
     @property
     def options(self) -> Options:
-        """The form of a row's loss."""
+        """Options of a row's loss."""
         return Options(self.ignore_index, self.label_smoothing, self.z_loss, self.softcap, self.temperature)
 
     @property
     def shard(self) -> VocabularyShard:
-        """The classes that this process holds."""
+        """The vocabulary shard of this rank."""
         return VocabularyShard(self.group, self.ranks, self.start, self.total, self.sum_dx)
 
     @property
@@ -68,9 +68,9 @@ class Settings:
 
 
 class Rows(NamedTuple):
-    """What is computed of N rows; empty where not wanted.
+    """Results of N rows; empty tensors for what is not requested.
 
-    loss [N]; prediction [N], int64; largest, log_sum, lse_weight and mean [N], the fields of `Statistics`.
+    loss: [N]. prediction: [N], int64. largest, log_sum, lse_weight, mean: [N], the fields of `Statistics`.
     """
 
     loss: Tensor
@@ -82,7 +82,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def empty(cls, x: Tensor, settings: Settings, *, class_weight: bool, statistics: bool) -> Rows:
-        """Unfilled, for x [N, H]."""
+        """Uninitialized results for x [N, H]."""
         n_rows, dtype = x.shape[0], accumulator(x.dtype)
 
         def field(wanted: bool) -> Tensor:
@@ -107,16 +107,16 @@ def losses_and_gradients(
 
     Args:
         x: [N, H].
-        weight: [V, H], the shard of this process.
+        weight: [V, H], the shard of this rank.
         bias: [V].
         target: [N], int64, contiguous.
-        class_weight: [V], of the dtype of the losses, contiguous.
-        scale: [N], of the dtype of the losses, may be an expanded scalar; None without gradients.
-        settings: everything else.
-        statistics: whether to keep what `gradients_of_rows` takes.
+        class_weight: [V], dtype of the losses, contiguous.
+        scale: [N], dtype of the losses, may be an expanded scalar; None if no gradient is computed.
+        settings: all other arguments.
+        statistics: whether to return the statistics that `gradients_of_rows` needs.
     """
     shard, wanted = settings.shard, settings.wanted
-    # By the widest shard, so that the collectives of all processes match.
+    # Planned for the widest shard, so that all ranks issue the same collectives.
     plan = plan_rows(
         x.shape[0], shard.widest, x.shape[1], x.itemsize, wanted.dw, settings.exact, settings.chunk_bytes
     )  # fmt: skip
@@ -143,7 +143,7 @@ def gradients_of_rows(
 
 
 class _CrossEntropy:
-    """The `PartLoss` of cross entropy: fills `found`, and weighs gradients by `scale` and `entropy_scale`."""
+    """The `PartLoss` of cross entropy: fills `found`, and scales gradients by `scale` and `entropy_scale`."""
 
     def __init__(
         self, target: Tensor, class_weight: Tensor | None, scale: Tensor | None, entropy_scale: Tensor | None,

@@ -1,9 +1,8 @@
-"""`strata::linear_cross_entropy_rows`: losses, predictions and entropies of rows, and its backward operator.
+"""`strata::linear_cross_entropy_rows`: losses, predictions and entropies of rows; its backward operator.
 
-A row's incoming gradients are known only in the backward pass. The forward pass keeps the statistics of the rows, two
-to four numbers each, and the backward pass computes the logits once more: 8·N·H·V FLOPs in all, 6·N·H·V with a frozen
-head. With the statistics at hand, the backward pass goes through the vocabulary some columns at a time and keeps no
-logits.
+The incoming gradients of the rows are known only in the backward pass. The forward pass saves two to four statistics
+per row, and the backward pass recomputes the logits: 8·N·H·V FLOPs in all, 6·N·H·V with a frozen head. With the
+statistics of complete rows, the backward pass can loop over blocks of vocabulary columns.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ..cross_entropy.row_statistics import Statistics
 from ..head.head_pass import HeadGradients
 from .row_losses import Rows, Settings, gradients_of_rows, losses_and_gradients
 
-# The arguments that all operators of the package share: five tensors, then the fields of Settings.
+# Schema arguments that all operators of the package share: five tensors, then the fields of Settings.
 TENSORS = "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight"
 SETTINGS = ", ".join(f"{'SymInt' if f.type == 'int' else f.type} {f.name}" for f in fields(Settings))
 N_TENSORS = TENSORS.count("Tensor")
@@ -28,7 +27,7 @@ _N_STATISTICS = _STATISTICS.count("Tensor")
 
 
 def empty_gradients(x: Tensor, weight: Tensor, settings: Settings) -> HeadGradients:
-    """dx, dW and db, unfilled."""
+    """Uninitialized dx, dW and db."""
     return HeadGradients(
         x.new_empty(x.shape if settings.want_dx else 0),
         weight.new_empty(weight.shape if settings.want_dw else 0),
@@ -41,7 +40,7 @@ def empty_gradients(x: Tensor, weight: Tensor, settings: Settings) -> HeadGradie
     " -> (Tensor, Tensor, Tensor)"
 )
 class _RowLossesBackward(Operator):
-    """dx, dW and db, with the logits computed once more; empty where not wanted."""
+    """(dx, dW, db) with recomputed logits; empty tensors for what is not requested."""
 
     @staticmethod
     def forward(
@@ -50,10 +49,10 @@ class _RowLossesBackward(Operator):
         *settings: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         weights = None if class_weight is None else lse_weight
-        # Nothing reads the field linear of known statistics.
+        # The gradient does not use the field `linear`: pass any tensor.
         whole = Statistics(largest, log_sum, log_sum, weights, None, None if grad_entropy is None else mean)
         if grad_entropy is not None:
-            # The kernel reads both with one stride.
+            # The kernel has one stride for both.
             grad, grad_entropy = grad.contiguous(), grad_entropy.contiguous()
         return gradients_of_rows(
             x, weight, bias, target, class_weight, grad, grad_entropy, whole, Settings(*settings)
@@ -68,7 +67,7 @@ class _RowLossesBackward(Operator):
     f"linear_cross_entropy_rows({TENSORS}, {SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 class _RowLosses(Operator):
-    """The losses, predictions and entropies of the rows, then statistics for the backward pass; see `Rows`."""
+    """(losses, predictions, entropies) of the rows, then the statistics for backward; see `Rows`."""
 
     @staticmethod
     def forward(
@@ -77,7 +76,7 @@ class _RowLosses(Operator):
         given = replace(Settings(*settings), want_dx=False, want_dw=False, want_db=False)
         found, _ = losses_and_gradients(x, weight, bias, target, class_weight, None, given, statistics=True)
         if given.entropy:
-            # Statistics of ignored rows say nothing once they are combined from several processes.
+            # Statistics of ignored rows are undefined after combining those of several ranks.
             entropy = (found.log_sum - found.mean).where(target != given.ignore_index, 0.0)
         else:
             entropy = found.mean.clone()
