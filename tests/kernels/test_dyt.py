@@ -51,9 +51,9 @@ def test_no_rows_and_wrong_arguments(device) -> None:
     assert y.shape == (0, 4) and not torch.autograd.grad(y.sum(), ones)[0].any()
     x = torch.zeros(3, 4, device=device)
     for arguments, message in (
-        ((x, ones, ones), "one number"),
+        ((x, ones, ones), "one element"),
         ((x, one, ones[:3]), r"and \[D\]"),
-        ((x, one, ones, ones.double()), "must be like weight"),
+        ((x, one, ones, ones.double()), "must have the shape and dtype of weight"),
         ((x.long(), one, ones), "must be bf16"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -275,7 +275,7 @@ def test_a_check_finds_a_host_function_that_depends_on_more_than_the_key(kernel,
         if not checks:
             assert torch.equal(call(host, x), x), "a stale replay, which nothing notices"
             continue
-        with pytest.raises(RuntimeError, match=r"^strata::operator: the launch cache replays what its host") as error:
+        with pytest.raises(RuntimeError, match=r"^strata::operator: the host function differs") as error:
             call(host, x)
         part, recorded, now = CHANGES[change]
         assert f"; {part}: recorded {recorded}, now {now}. A host function may depend only on" in str(error.value)

@@ -54,8 +54,8 @@ def test_no_rows_and_wrong_arguments(device) -> None:
     assert y.shape == (0, 4) and not torch.autograd.grad(y.sum(), three)[0].any()
     x = torch.zeros(3, 4, device=device)
     for arguments, message in (
-        ((x, three[:2], one), r"\[3\] and one number"),
-        ((x, three, three), r"\[3\] and one number"),
+        ((x, three[:2], one), r"\[3\], one element"),
+        ((x, three, three), r"\[3\], one element"),
         ((x.long(), three, one), "must be bf16"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -131,7 +131,7 @@ def test_what_has_changed_in_place_is_kept_or_refused(device) -> None:
         h = x * 1
         y = rms_norm(h) @ matrix
         h.add_(1)
-    with pytest.raises(RuntimeError, match="changed in place"):
+    with pytest.raises(RuntimeError, match="modified in place"):
         y.sum().backward()
 
 

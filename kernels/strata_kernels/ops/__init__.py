@@ -1,1 +1,1 @@
-"""The operators, a file or package each: formulas, kernels, host functions, reference, `@operator`, public function."""
+"""The operators, one module or package each: formulas, kernels, host functions, reference, public function."""

@@ -1,6 +1,6 @@
-"""Functions that kernels may take from the GPU in one instruction each (FAST), which flushes denormal numbers to zero.
+"""Elementary functions, each one approximate PTX instruction with FAST, which flushes denormals to zero.
 
-The interpreter knows no assembly: there, and where an approximation is not exact enough, FAST is false.
+FAST is false in Triton's interpreter, which has no assembly, and where the approximation is not accurate enough.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def exp2(b_x, FAST: tl.constexpr):
-    """2 to the power of numbers; FAST 0 for results below 1e-38."""
+    """2^x. FAST: 0 for results below 1e-38."""
     if FAST:
         b_y = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [b_x], tl.float32, is_pure=True, pack=1)
     else:
@@ -22,7 +22,7 @@ def exp2(b_x, FAST: tl.constexpr):
 
 @triton.jit
 def log2(b_x, FAST: tl.constexpr):
-    """Logarithm to the base 2; FAST 2e-7 off for numbers between 0 and 1."""
+    """log2(x). FAST: absolute error 2e-7 for x in (0, 1)."""
     if FAST:
         b_y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [b_x], tl.float32, is_pure=True, pack=1)
     else:

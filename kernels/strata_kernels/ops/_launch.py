@@ -1,7 +1,7 @@
-"""The one way a kernel is started.
+"""`launch`, through which every operator launches its kernels, and helpers of host functions.
 
-Every operator launches through `launch`, so that one place sets the device and the options, and a plan of what a run
-will compile can be taken by running the real code on meta tensors: inside `recording()` nothing runs, calls are noted.
+`launch` sets the device and default options. Inside `recording()` it records launches instead of running them, so that
+running the real code on meta tensors gives the list of kernels to compile: a warm-up plan.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from triton.runtime.interpreter import InterpretedFunction
 
 _KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
-# As error messages say it.
+# Supported dtypes, for error messages.
 DTYPES = "bf16, fp16, fp32, fp64"
 
-# What a launch asks for that only NVIDIA's compiler can do: an option that Triton knows for it alone, and a constexpr
-# by which a kernel has PTX in it.
+# Launch keywords that only the NVIDIA backend supports: options, and constexprs that enable inline PTX.
 _NVIDIA_OPTIONS = frozenset({"maxnreg"})
 _NVIDIA_CONSTEXPRS = frozenset({"REPACK", "FAST"})
 
@@ -35,7 +34,7 @@ _captured: ContextVar[list[Launched] | None] = ContextVar("strata_kernels_captur
 
 @dataclass(frozen=True)
 class Call:
-    """A launch that would have happened: the kernel, its positional arguments (meta tensors) and its keywords."""
+    """A recorded launch that did not run: kernel, positional arguments (meta tensors) and keyword arguments."""
 
     kernel: Any
     args: tuple[Any, ...]
@@ -44,9 +43,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Launched:
-    """A launch that happened, as Triton's launcher was asked for it.
+    """A launch that ran.
 
-    args: by name, for all parameters in order; None for constexprs, which launchers take and skip.
+    args: by name, for all parameters in order; None for constexprs, which Triton's launchers ignore.
     keywords: the constexprs and options.
     """
 
@@ -56,18 +55,18 @@ class Launched:
     keywords: dict[str, Any]
 
     def with_addresses(self) -> Launched:
-        """The same with the addresses of tensors in place of them."""
+        """A copy with `data_ptr()` in place of each tensor."""
         args = {name: x.data_ptr() if isinstance(x, Tensor) else x for name, x in self.args.items()}
         return replace(self, args=args, grid=(*self.grid, 1, 1)[:3])
 
     def again(self, changed: dict[str, Any]) -> None:
-        """Launch on the current device and stream, with other arguments of the same types and alignments by name.
+        """Launch again on the current device and stream, with the arguments in `changed` (by name) replaced.
 
-        Of a launch `with_addresses`, whose tensors still exist.
+        Call it on the result of `with_addresses` while its tensors exist; `changed` keeps types and alignments.
         """
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         kernel = self.kernel
-        # Without launch metadata and hooks: a call that has hooks is not repeated.
+        # No launch metadata and no hooks: callers do not use `again` if hooks are set.
         kernel.run(
             *self.grid, stream, kernel.function, kernel.packed_metadata, None, None, None,
             *(self.args | changed).values(),
@@ -75,14 +74,14 @@ class Launched:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-    """Run `kernel[grid](*args, **kwargs)` on the device of args[0], or note it when recording.
+    """Run `kernel[grid](*args, **kwargs)` on the device of args[0], or record it inside `recording()`.
 
-    args: a tensor, then tensors, int, float and None, for all parameters but the constexprs, in order.
-    kwargs: the constexprs, which are the last parameters, and Triton's options.
+    args: all parameters except constexprs, in order; a tensor first, then tensors, int, float or None.
+    kwargs: the constexprs, which are the last parameters, and Triton's launch options.
 
     An empty grid launches nothing.
     """
-    # Said aloud, because Triton's default changes with 3.10: one multiply-add, rounded once.
+    # Explicit, because Triton 3.10 changes the default: multiply-adds are fused and rounded once.
     kwargs = {"enable_fp_fusion": True, **kwargs}
     calls = _calls.get()
     if calls is not None:
@@ -104,7 +103,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Non
 
 
 def keywords_on(backend: str, keywords: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of a launch as `backend`, "cuda" or "hip", takes them."""
+    """The launch keywords that `backend`, "cuda" or "hip", supports."""
     if backend == "cuda":
         return keywords
     return {
@@ -120,7 +119,7 @@ def _capture(
     launched = _captured.get()
     if launched is not None:
         assert [param.is_constexpr for param in kernel.params] == [i >= len(args) for i in range(len(kernel.params))], (
-            f"{kernel.__name__}: its constexprs, and they alone, must come last and be given by keyword"
+            f"{kernel.__name__}: constexprs must be the last parameters, and only they passed by keyword"
         )
         names = [param.name for param in kernel.params]
         values = args + (None,) * (len(names) - len(args))
@@ -133,55 +132,55 @@ def runs_triton(x: Tensor) -> bool:
 
 
 def is_recording() -> bool:
-    """Whether launches are noted instead of run: then operators take the kernel path on meta tensors."""
+    """Whether launches are recorded instead of run; operators then take the kernel path on meta tensors."""
     return _calls.get() is not None
 
 
 def takes_kernel(x: Tensor) -> bool:
-    """Whether an operator on `x` takes the kernel path: it runs the kernel, or its launches are being noted.
+    """Whether an operator on `x` takes the kernel path, to run or to record its launches.
 
-    fp64 never does: it is for checking gradients, in plain PyTorch.
+    False for fp64, which is for gradient checks and runs in plain PyTorch.
     """
     return x.dtype in _KERNEL_DTYPES and (runs_triton(x) or (x.is_meta and is_recording()))
 
 
 def has_dtype(x: Tensor) -> bool:
-    """Whether operators take the dtype of `x`: one of DTYPES."""
+    """Whether operators support the dtype of `x`: one of DTYPES."""
     return x.dtype in _KERNEL_DTYPES or x.dtype == torch.float64
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """How many programs run at once on `device`: its multiprocessors. Two elsewhere, so that loops over tiles run."""
+    """Number of multiprocessors of `device`; 2 for other devices, so that tests cover loops over tiles."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of `dtype` are computed and summed: fp32, or fp64 for itself."""
+    """The dtype of arithmetic and sums on values of `dtype`: fp32, or fp64 for fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def describe(x: Tensor) -> str:
-    """A tensor as error messages name it: `float32 [2, 3]`."""
+    """Dtype and shape for error messages: `float32 [2, 3]`."""
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """x [..., D] as [N, D] with adjacent columns: a view where strides allow one, else a copy."""
+    """x [..., D] as [N, D] with column stride 1; a view if the strides of x allow it, else a copy."""
     flat = x.reshape(-1, x.shape[-1])
     return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
 
 
 def dense(weight: Tensor | None) -> Tensor | None:
-    """A weight with adjacent elements; None if there is none."""
+    """`weight.contiguous()`, or None."""
     return None if weight is None else weight.contiguous()
 
 
 @contextmanager
 def recording() -> Iterator[list[Call]]:
-    """Collect this thread's launches instead of running them; yields the list that fills.
+    """Record this thread's launches instead of running them; yields the list to which they are appended.
 
-    The backward pass of meta tensors runs in the thread that asks for it, so it is noted too.
+    Autograd runs the backward pass of meta tensors in the calling thread, so its launches are recorded, too.
     """
     calls: list[Call] = []
     token = _calls.set(calls)
@@ -193,7 +192,7 @@ def recording() -> Iterator[list[Call]]:
 
 @contextmanager
 def capture_launches() -> Iterator[list[Launched]]:
-    """Collect this thread's launches on a GPU while they happen; yields the list that fills."""
+    """Record this thread's GPU launches while running them; yields the list to which they are appended."""
     launched: list[Launched] = []
     token = _captured.set(launched)
     try:

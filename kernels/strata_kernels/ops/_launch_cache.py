@@ -1,14 +1,13 @@
-"""The launch cache: what a host function does, recorded once and replayed without running it.
+"""The launch cache: allocations and launches of a host function, traced once and replayed without running its Python.
 
-A host function is the `forward` of an operator. Apart from its launches, what it does (views, tile sizes, allocations)
-follows from the shapes, strides, dtypes, alignments and plain values of its arguments: the key of a call. In Python it
-costs a small operator several times the work of its kernels, and Triton's way to a launch costs as much again. So the
-second call of a key is traced, and later calls replay the trace: the same allocations, then the same compiled kernels
-with the new addresses. A host function that does more than allocate and launch, such as a copy or a matrix product, is
-not replayable and runs every time.
+A host function is the `forward` of an operator. Its allocations, views, tile sizes and launches are a function of the
+shapes, strides, dtypes, alignments and plain values of its arguments: the cache key of a call. For a small operator,
+its Python takes several times as long as its kernels, and Triton's launch path as long again. So the second call with a
+key is traced, and later calls replay the trace: the same allocations, then the same compiled kernels with the new
+addresses. A host function with other operations, such as a copy or a matrix product, is not replayable and runs every
+time.
 
-With the environment variable STRATA_CHECK_LAUNCH_CACHE=1 a replayed call also runs the host function, and raises if
-that does anything else than the replay.
+With STRATA_CHECK_LAUNCH_CACHE=1, a replayed call also runs the host function, and raises if the two differ.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from ._launch import Launched, capture_launches
 TENSOR_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
 _CALLED_ONCE, _NOT_REPLAYABLE = "called once", "not replayable"
-# By key. The cache is emptied when it is full.
+# Key → trace or state. Cleared when it has _MAX_ENTRIES entries.
 _cache: dict[tuple[Any, ...], _Replay | str] = {}
 _MAX_ENTRIES = 8192
 _CHECKS = os.environ.get("STRATA_CHECK_LAUNCH_CACHE", "0") != "0"
@@ -38,9 +37,9 @@ _CHECKS = os.environ.get("STRATA_CHECK_LAUNCH_CACHE", "0") != "0"
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """A compiled kernel and its grid; `select` takes its arguments from a call's values.
+    """A traced launch; `select` picks the kernel's arguments from `_Replay.values`.
 
-    parameters, keywords: their names, and the constexprs and options. A check compares them.
+    parameters, keywords: names of the arguments, and constexprs and options, for `_check` only.
     """
 
     kernel: CompiledKernel
@@ -60,10 +59,11 @@ class _Allocation:
 
 @dataclass(frozen=True, slots=True)
 class _Replay:
-    """What a host function did. A call's values are its pointers, then the constants.
+    """The trace of a host function.
 
-    pointers: (index among the input tensors and the allocations, byte offset from its start).
-    results: indices among the allocations, or the one index of a result that is no tuple.
+    pointers: pointer arguments of launches, as (index into input tensors + allocations, byte offset).
+    constants: the other arguments of launches.
+    results: indices into the allocations; an int for a single tensor.
     """
 
     device: torch.device
@@ -74,7 +74,7 @@ class _Replay:
     results: tuple[int, ...] | int
 
     def run(self, addresses: list[int]) -> Any:
-        """The results for input tensors at these addresses."""
+        """Allocate and launch for input tensors at these addresses; returns the results."""
         if self.device.index != torch._C._cuda_getDevice():
             with torch.cuda.device(self.device):
                 return self.run(addresses)
@@ -86,7 +86,7 @@ class _Replay:
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         for launch in self.launches:
             kernel = launch.kernel
-            # Without launch metadata and hooks: a call that has hooks is not replayed.
+            # No launch metadata and no hooks: calls are not replayed if hooks are set.
             kernel.run(
                 *launch.grid, stream, kernel.function, kernel.packed_metadata, None, None, None,
                 *launch.select(values),
@@ -94,14 +94,14 @@ class _Replay:
         return allocated[self.results] if isinstance(self.results, int) else tuple([allocated[i] for i in self.results])
 
     def values(self, addresses: list[int], allocated: list[Tensor]) -> list[Any]:
-        """What the launches select their arguments from."""
+        """The addresses of `pointers`, then `constants`; launches select their arguments from this list."""
         starts = addresses + [tensor.data_ptr() for tensor in allocated]
         values: list[Any] = [starts[index] + offset for index, offset in self.pointers]
         values += self.constants
         return values
 
     def parts(self) -> dict[str, str]:
-        """All that a run does, in words."""
+        """Allocations, launches and results as text, for `_check`."""
         parts = {f"allocation {i}": repr(new) for i, new in enumerate(self.allocations)}
         for i, launch in enumerate(self.launches):
             at = f"launch {i}, "
@@ -113,7 +113,7 @@ class _Replay:
 
 
 class _Pointer(NamedTuple):
-    """As the message of a failed check names a place in memory; `tensor` counts input tensors, then allocations."""
+    """A pointer in the message of a failed check; `tensor`: index into input tensors + allocations."""
 
     tensor: int
     offset: int
@@ -122,11 +122,10 @@ class _Pointer(NamedTuple):
 def cache_key(
     name: str, types: Sequence[frozenset[type]], args: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], list[int]] | None:
-    """(the key of a call of operator `name`, the addresses of its tensors).
+    """(cache key of a call of operator `name`, addresses of its tensors).
 
-    None if the call cannot be cached: an argument has none of the types at its place, like a number that the dispatcher
-    would convert, or a tensor has no memory of its own or a pending negation. A key starts with the index of the
-    device.
+    None if the call cannot be cached: an argument's type is not in `types` (a number that the dispatcher would
+    convert), or a tensor has no data pointer or its negative bit is set. The first element is the device index.
     """
     key: list[Any] = [args[0].get_device(), name]
     addresses = []
@@ -142,7 +141,7 @@ def cache_key(
             if not address or arg.is_neg():
                 return None
             addresses.append(address)
-            # Triton compiles for aligned addresses apart.
+            # Triton specializes kernels on 16-byte alignment.
             key += (arg.shape, arg.stride(), arg.dtype, address & 15)
         else:
             key.append(arg)
@@ -152,7 +151,7 @@ def cache_key(
 def run_cached(host: Callable[..., Any], args: tuple[Any, ...], key: tuple[Any, ...], addresses: list[int]) -> Any:
     """`host(*args)`, replayed if a call with this key has been traced.
 
-    host: depends on nothing but the key, and returns tensors that it allocates.
+    host: a function of the key only, which returns tensors that it allocates.
     """
     entry = _cache.get(key)
     if isinstance(entry, _Replay) and not needs_real_launches():
@@ -160,11 +159,11 @@ def run_cached(host: Callable[..., Any], args: tuple[Any, ...], key: tuple[Any, 
             _check(host, args, key, addresses, entry)
         return entry.run(addresses)
     if entry is None and key[0] >= 0:
-        # A key that comes once, like that of the last batch of an epoch, is not worth a trace.
+        # Not traced at the first call: keys that occur once, like an epoch's last batch, do not repay a trace.
         if len(_cache) >= _MAX_ENTRIES:
             _cache.clear()
         _cache[key] = _CALLED_ONCE
-    # If a tensor is given twice, a trace does not show which of the two arguments a launch takes.
+    # If one tensor is passed twice, a trace cannot tell which argument a launch used.
     elif entry is _CALLED_ONCE and len(set(addresses)) == len(addresses):
         output, _cache[key] = _trace(host, args)
         return output
@@ -176,23 +175,23 @@ def _check(
 ) -> None:
     """Raise RuntimeError if `host(*args)` differs from the recorded call."""
     if len(set(addresses)) != len(addresses):
-        return  # As in `run_cached`: a trace is ambiguous.
+        return  # As in `run_cached`: the trace would be ambiguous.
     _, now = _trace(host, args)
     before, after = recorded.parts(), now.parts() if isinstance(now, _Replay) else {"host function": now}
     differing = [part for part in {**before, **after} if before.get(part) != after.get(part)]
     if differing:
         part = differing[-1 if isinstance(now, str) else 0]
         raise RuntimeError(
-            f"strata::{key[1]}: the launch cache replays what its host function no longer does; "
+            f"strata::{key[1]}: the host function differs from the trace in the launch cache; "
             f"{part}: recorded {before.get(part, 'nothing')}, now {after.get(part, 'nothing')}. A host function may"
             " depend only on the shapes, strides, dtypes, alignments and plain values of its arguments"
         )
 
 
 def needs_real_launches() -> bool:
-    """Whether launches have hooks, or kernels are to be compiled in another way than by default."""
+    """Whether launch hooks or non-default compilation settings are active, so that replay would be wrong."""
     runtime = knobs.runtime
-    # A hook is a chain of calls; it may also have been replaced by a function, or by None.
+    # A hook is a HookChain with `calls`, or whatever a user replaced it with: a function or None.
     return bool(
         getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
         or getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook)
@@ -207,7 +206,7 @@ _ZEROS = frozenset({_aten.zeros, _aten.zeros_like, _aten.new_zeros})
 
 
 class _Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collects allocations, and whether tensors are used for anything but allocations and views."""
+    """Records allocations, and whether any operator other than allocations and views ran."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -228,7 +227,7 @@ class _NotReplayableError(Exception):
 
 
 def _trace(host: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, _Replay | str]:
-    """(`host(*args)`, how to replay it)."""
+    """(`host(*args)`, its trace or _NOT_REPLAYABLE)."""
     with capture_launches() as launched, _Tracer() as tracer:
         output = host(*args)
     try:
@@ -282,7 +281,7 @@ def _replay(
 
 
 def _results(output: Any, allocated: list[Tensor]) -> tuple[int, ...] | int:
-    """Which allocations `output` consists of; sets them in `allocated` to the shapes that they have in `output`."""
+    """Indices of the allocations in `output`; replaces them in `allocated` with their views in `output`."""
     if isinstance(output, Tensor):
         return _results((output,), allocated)[0]  # type: ignore[index]
     indices: list[int] = []
@@ -297,7 +296,7 @@ def _results(output: Any, allocated: list[Tensor]) -> tuple[int, ...] | int:
 
 
 def _origin(tensor: Tensor, bases: list[Tensor]) -> tuple[int, int]:
-    """(index of the one base in whose memory `tensor` starts, bytes beyond its start)."""
+    """(index of the base whose memory contains `tensor`, byte offset of `tensor` from its start)."""
     memory, address = tensor.untyped_storage().data_ptr(), tensor.data_ptr()
     found = [
         index

@@ -1,6 +1,6 @@
-"""How an operator is declared, and how a call reaches its host function.
+"""Declaration of operators, and the path of a call to the host function.
 
-An operator is a class that holds its parts, under its schema in the `strata` namespace of torch's dispatcher:
+An operator is a class, registered under its schema in the `strata` namespace of PyTorch's dispatcher:
 
     @operator("scale(Tensor x, float factor) -> Tensor")
     class Scale(Operator):
@@ -8,25 +8,24 @@ An operator is a class that holds its parts, under its schema in the `strata` na
         def forward(x, factor): ...                   # host function: choose kernel or reference, allocate, launch
 
         @staticmethod
-        def fake(x, factor): ...                      # the outputs of forward, unfilled
+        def fake(x, factor): ...                      # uninitialized outputs of forward
 
         @staticmethod
         def setup_context(ctx, inputs, output): ...   # save tensors for the backward pass
 
         @staticmethod
-        def backward(ctx, dy): ...                    # call the backward operator, a class of its own
+        def backward(ctx, dy): ...                    # call the backward operator, another class
 
     y = Scale.apply(x, 2.0)
 
 Names and signatures are those of `torch.autograd.Function`; `fake` is what `torch.library.register_fake` takes.
 
-A call goes one of two ways. Through the dispatcher, if compile, export, fake tensors, a mode such as selective
-checkpointing's, a transform of `torch.func` or a subclass of Tensor has to see it. Otherwise straight to the autograd
-node and the launch cache: the dispatcher enters Python anew for each of its keys, which costs a small operator more
-than its work.
+A call goes through the dispatcher if torch.compile, torch.export, fake tensors, a dispatch mode (e.g. of selective
+checkpointing), a `torch.func` transform or a Tensor subclass must intercept it. Otherwise it goes directly to the
+autograd node and the launch cache, because the dispatcher reenters Python for each dispatch key, which takes longer
+than a small operator's kernels.
 
-`torch.library.custom_op` is not used: for compile, export and selective checkpointing it is equal, but an eager call
-costs more CPU time.
+`torch.library.custom_op` is not used: it supports the same, but an eager call costs more CPU time.
 """
 
 from __future__ import annotations
@@ -49,17 +48,17 @@ _library = torch.library.Library("strata", "FRAGMENT")  # type: ignore[no-untype
 class Operator:
     """The parts of an operator, as static methods of a class under `@operator`.
 
-    forward: (*inputs) -> a tensor or a tuple of tensors, on real tensors of any device. The first input is a tensor. It
-        neither writes into nor returns an input. On a GPU its calls of PyTorch and its launches depend on nothing but
-        the shapes, strides, dtypes, alignments and plain values of its inputs, because `_launch_cache` replays them.
-    fake: (*inputs) -> the outputs of forward, unfilled: equal shapes, dtypes and strides. While launches are recorded,
-        fake tensors take `forward` instead, so that the plan is made of its host code.
+    forward: host function (*inputs) -> a tensor or a tuple of tensors, for real tensors on any device. The first input
+        is a tensor. It must not write to an input or return one. On a GPU, its PyTorch calls and launches must be a
+        function of shapes, strides, dtypes, alignments and plain values only, because `_launch_cache` replays them.
+    fake: (*inputs) -> uninitialized outputs with the shapes, dtypes and strides of forward's. Inside `recording()`,
+        fake tensors run `forward` instead, so that its launches are recorded.
     setup_context, backward: as in `torch.autograd.Function`; both, or neither for an operator without a derivative.
     vmap: (info, in_dims, *inputs), as in `torch.autograd.Function`; None for a loop over the batch.
-    recomputed: how many of the first outputs `recomputing` may compute again; none of them is saved by `setup_context`.
-    keeps_inputs: whether `setup_context` saves the inputs that they are made of. Otherwise they are computed again only
-        if the first inputs, as many as `recomputed`, can be, too.
-    apply: calls the operator, with positional arguments only. `@operator` sets it.
+    recomputed: number of leading outputs that `recomputing` may recompute; `setup_context` saves none of them.
+    keeps_inputs: whether `setup_context` saves the inputs that these outputs are computed from. If not, they are
+        recomputed only if the first `recomputed` inputs are recomputable as well.
+    apply: calls the operator, with positional arguments only; set by `@operator`.
     """
 
     forward: ClassVar[Callable[..., Any]]
@@ -76,7 +75,7 @@ _Parts = TypeVar("_Parts", bound=Operator)
 
 
 def operator(schema: str) -> Callable[[type[_Parts]], type[_Parts]]:
-    """Define `strata::<schema>` with the parts of the decorated class."""
+    """Define `strata::<schema>` with the methods of the decorated class."""
 
     def define(parts: type[_Parts]) -> type[_Parts]:
         parts.apply = staticmethod(_define(schema, parts))
@@ -115,14 +114,14 @@ def _define(schema: str, parts: type[Operator]) -> Callable[..., Any]:
 
 
 def _define_autograd(name: str, overload: Callable[..., Any], parts: type[Operator]) -> None:
-    """Link the operator to its backward function for calls through the dispatcher."""
+    """Register the autograd kernel of the operator, for calls through the dispatcher."""
 
     def below(*args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return overload(*args)
 
     def one_level_down(*args: Any) -> Any:
-        # A node's forward runs without grad mode, which the levels of torch.func below are to record in.
+        # A node's forward runs in no-grad mode, but lower torch.func levels must record.
         with torch.enable_grad():
             return below(*args)
 
@@ -131,7 +130,7 @@ def _define_autograd(name: str, overload: Callable[..., Any], parts: type[Operat
     def differentiable(*args: Any) -> Any:
         if not torch.is_grad_enabled():
             return below(*args)
-        # Under transforms of torch.func the dispatcher comes here once per level, with the tensors of that level.
+        # Under torch.func transforms, the dispatcher calls this once per level, with the tensors of that level.
         with enable_single_level_autograd_function():
             return node(*args)
 
@@ -139,7 +138,7 @@ def _define_autograd(name: str, overload: Callable[..., Any], parts: type[Operat
 
 
 def _node(name: str, run: Callable[..., Any], parts: type[Operator]) -> Callable[..., Any]:
-    """`run` as a node of the autograd graph, with the setup_context and backward of `parts`."""
+    """`run` as an autograd node, with the setup_context and backward of `parts`."""
     setup_context, backward = parts.setup_context, parts.backward
     recomputed, keeps_inputs = parts.recomputed, parts.keeps_inputs
     assert setup_context is not None and backward is not None
@@ -151,7 +150,7 @@ def _node(name: str, run: Callable[..., Any], parts: type[Operator]) -> Callable
         setup_context(ctx, args, output)
         return output
 
-    # The base of torch.autograd.Function, whose own `apply` would refuse or unwrap what transforms of torch.func pass.
+    # The base class of torch.autograd.Function, whose `apply` rejects or unwraps the tensors of torch.func levels.
     base = torch_function._SingleLevelFunction
     key = torch.autograd.Function._compiled_autograd_key
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward), "_compiled_autograd_key": key}
@@ -175,7 +174,7 @@ _PLAIN_TYPES = frozenset().union(*_ARGUMENT_TYPES.values())
 def _eager(
     overload: Callable[..., Any], cached: Callable[..., Any], node: Callable[..., Any] | None
 ) -> Callable[..., Any]:
-    """`overload`; or, where nobody has to see the call, the autograd node or `cached` themselves."""
+    """`overload`; if nothing intercepts the call, directly the autograd node, or `cached` without autograd."""
 
     def call(*args: Any) -> Any:
         if is_observed() or not _PLAIN_TYPES.issuperset(map(type, args)):
@@ -191,40 +190,40 @@ _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _included = torch._C._dispatch_tls_local_include_set
 _BACKEND = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
-# Keys that every thread includes; the first is missing in inference mode.
+# Dispatch keys that every thread includes; ADInplaceOrView is missing in inference mode.
 _ALWAYS = (_BACKEND.add(torch._C.DispatchKey.ADInplaceOrView), _BACKEND)
 
 
 def has_mode() -> bool:
-    """Whether this thread has a dispatch mode, transform or tracer of any kind active: each includes a dispatch key."""
+    """Whether a dispatch mode, transform or tracer is active in this thread: each includes a dispatch key."""
     return _included() not in _ALWAYS
 
 
 def is_recorded() -> bool:
-    """Whether autograd records what is computed: it is on, and this is not the inside of another operator."""
+    """Whether autograd records: grad mode is on, and this is not inside another operator."""
     return torch.is_grad_enabled() and (torch.compiler.is_compiling() or not _is_excluded(_AUTOGRAD))
 
 
 def refuse_double_backward(name: str) -> None:
-    """Raise NotImplementedError in a backward pass under create_graph=True."""
+    """Raise NotImplementedError if the backward pass runs with create_graph=True."""
     if torch.is_grad_enabled():
         raise NotImplementedError(f"{name} can be differentiated only once; leave out create_graph=True")
 
 
 def is_observed() -> bool:
-    """Whether a compiler, a mode or a recording has to see this call, so that it must go through the dispatcher."""
+    """Whether a compiler, a mode or `recording()` must intercept the call, so that it goes through the dispatcher."""
     return torch.compiler.is_compiling() or has_mode() or torch._C._is_torch_function_mode_enabled() or is_recording()
 
 
 def is_transformed() -> bool:
-    """Whether a transform of `torch.func` is at work: it sees into plain PyTorch alone."""
+    """Whether a `torch.func` transform is active: it can only transform plain PyTorch."""
     return torch._C._are_functorch_transforms_active()
 
 
 def plain_gradients(function: Callable[..., Any], inputs: Sequence[Tensor | None], incoming: Any) -> tuple[Any, ...]:
-    """The gradients of `function(*inputs)`, which is plain PyTorch, differentiable themselves; None for None.
+    """Differentiable gradients of `function(*inputs)`, a plain PyTorch function; None for inputs that are None.
 
-    For a backward pass with create_graph=True of an operator whose backward operator has no derivative.
+    For backward with create_graph=True, if the backward operator has no derivative.
     """
     given = [i for i, x in enumerate(inputs) if x is not None]
 

@@ -1,8 +1,7 @@
-"""A kernel's cache key does not depend on the line that the kernel stands on.
+"""Makes a kernel's cache key independent of its line number.
 
-Triton's key of a kernel ends with the number of its first line (`JITCallable.cache_key`, Triton 3.6 to 3.9). So with a
-comment above a kernel, or one more kernel in its file, everybody who has it in an image or a store would compile it
-again.
+Triton's cache key of a kernel includes its first line number (`JITCallable.cache_key`, Triton 3.6 to 3.9). So a new
+line above a kernel would invalidate every compiled copy of it in images and stores.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from triton.runtime.jit import JITCallable
 
 
 def omit_line_numbers(package: str) -> None:
-    """Let all Triton functions in the loaded modules of `package` start on line 1, before their keys are taken.
+    """Set the first line of all Triton functions in the loaded modules of `package` to 1, before keys are computed.
 
-    After Triton 3.6, debug information and profilers read another attribute and name the real line, or the one that the
-    kernel had when it was compiled. Triton 3.6 has only this attribute, so there they count from the top of the kernel.
+    After Triton 3.6, debug information and profilers use another attribute and show the line at compile time. Triton
+    3.6 has only this attribute, so line numbers there are relative to the kernel.
     """
     for name, module in list(sys.modules.items()):
         if name == package or name.startswith(f"{package}."):

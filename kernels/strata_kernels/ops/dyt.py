@@ -1,10 +1,11 @@
-"""Dynamic tanh, a layer without statistics in the place of a norm.
+"""Dynamic tanh, a replacement for a norm that computes no statistics.
 
-    y  = w · tanh(a x) + b           t = tanh(a x)          s = 1 - t²          a is alpha
+    y  = w · tanh(a x) + b           t = tanh(a x)          s = 1 - t²          a = alpha
     dx = a s w dy        da = Σ_rows Σ_d x s w dy        dw = Σ_rows t dy        db = Σ_rows dy
 
-Source: Zhu et al. (arXiv:2503.10622). Axes: N rows, D features. The backward pass reads x and dy once: each program
-walks over some rows of some features and keeps their sums in fp32, which one reduction adds up in a fixed order.
+Source: Zhu et al. (arXiv:2503.10622). Axes: N rows, D features. The backward kernel reads x and dy once: each program
+loops over some rows of a block of features and accumulates in fp32; one reduction then adds the partial sums in a fixed
+order.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -23,13 +24,13 @@ from .cross_entropy.row_kernel import _tanh
 
 _FORWARD_BLOCK, _FORWARD_WARPS = 2048, 4
 _BACKWARD_BLOCK, _BACKWARD_WARPS = 1024, 4
-# Programs per multiprocessor that walk over rows.
+# Programs per multiprocessor; each loops over rows.
 _OCCUPANCY = 8
 
 
 @triton.jit
 def dyt_fwd_kernel(p_x, p_y, p_alpha, p_weight, p_bias, stride_x, D: tl.constexpr, BLOCK: tl.constexpr):
-    """One block of a row."""
+    """y of one block of one row."""
     i_n = tl.program_id(0).to(tl.int64)
     o_d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_d = o_d < D
@@ -45,7 +46,7 @@ def dyt_fwd_kernel(p_x, p_y, p_alpha, p_weight, p_bias, stride_x, D: tl.constexp
 def dyt_bwd_kernel(
     p_x, p_dy, p_dx, p_alpha, p_weight, p_sums, n_rows, stride_x, stride_dy, D: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """dx of one block of every so many rows, and their sums of da's terms, dw and db: p_sums [3, programs, D]."""
+    """dx of a block of every n-th row, n the number of programs, and p_sums [3, n, D]: terms of da, dw and db."""
     i_p = tl.program_id(0)
     n_p = tl.num_programs(0)
     o_d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -60,7 +61,7 @@ def dyt_bwd_kernel(
         b_x = tl.load(p_x + i_n * stride_x + o_d, mask=m_d, other=0.0).to(tl.float32)
         b_dy = tl.load(p_dy + i_n * stride_dy + o_d, mask=m_d, other=0.0).to(tl.float32)
         b_t = _tanh(b_x * alpha)
-        # Far from zero in a form that does not cancel as 1 - tanh² does.
+        # For large |x| in a form without the cancellation of 1 - tanh².
         b_e = tl.exp(-2.0 * tl.abs(b_x * alpha))
         b_r = 1.0 / (1.0 + b_e)
         b_slope = tl.where(b_t * b_t < 0.5, 1.0 - b_t * b_t, 4.0 * b_e * b_r * b_r) * b_w * b_dy
@@ -75,7 +76,7 @@ def dyt_bwd_kernel(
 
 
 def dyt_reference(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same in plain PyTorch."""
+    """`dyt` in plain PyTorch."""
     wide = accumulator(x.dtype)
     y = weight.to(wide) * torch.tanh(alpha.to(wide) * x.to(wide))
     return (y if bias is None else y + bias.to(wide)).to(x.dtype)
@@ -149,24 +150,24 @@ class _Dyt(Operator):
 
 
 def dyt(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Dynamic tanh with a learned scale, a replacement for a norm.
+    """Dynamic tanh with a learned scale: a replacement for a norm layer.
 
     Equivalent to::
 
         y = weight * torch.tanh(alpha * x) + bias
 
-    computed in fp32 and rounded once. Double backward is not supported. Under `torch.func` it is plain PyTorch.
+    computed in fp32 and rounded once. Double backward is not supported. Under `torch.func`, it is plain PyTorch.
 
     Args:
         x: [..., D], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides.
-        alpha: one number, of any of these dtypes.
-        weight, bias: [D], of any of these dtypes, both of the same; bias may be left out.
+        alpha: one element, any of these dtypes.
+        weight, bias: [D], same dtype, any of these; bias may be None.
 
     Returns:
-        Of x's shape and dtype.
+        Same shape and dtype as x.
 
     Raises:
-        ValueError: a shape or dtype does not fit.
+        ValueError: a wrong shape or dtype.
 
     Example:
         >>> dyt(torch.randn(2, 8), torch.tensor([0.5]), torch.ones(8), torch.zeros(8)).shape
@@ -174,11 +175,11 @@ def dyt(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     """
     if x.dim() == 0 or x.shape[-1] == 0 or weight.shape != x.shape[-1:] or alpha.numel() != 1:
         raise ValueError(
-            f"x {describe(x)}, alpha {describe(alpha)} and weight {describe(weight)} must be [..., D], one number "
+            f"x {describe(x)}, alpha {describe(alpha)} and weight {describe(weight)} must be [..., D], one element "
             "and [D]"
         )
     if bias is not None and (bias.shape != weight.shape or bias.dtype != weight.dtype):
-        raise ValueError(f"bias {describe(bias)} must be like weight {describe(weight)}")
+        raise ValueError(f"bias {describe(bias)} must have the shape and dtype of weight {describe(weight)}")
     if not all(map(has_dtype, (x, alpha, weight))):
         raise ValueError(f"x, alpha and weight must be {DTYPES}, not {x.dtype}, {alpha.dtype}, {weight.dtype}")
     if is_transformed():

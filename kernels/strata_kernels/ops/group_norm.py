@@ -1,16 +1,16 @@
-"""Group normalization: over the channels of a group and all positions.
+"""Group normalization: statistics over the channels of a group and all positions.
 
     x̂  = (x - mean) rstd           rstd = 1 / sqrt(var + eps)          y = x̂ w_c + b_c
     g  = dy w_c                    dx = rstd (g - mean(g) - x̂ mean(g x̂))
     dw_c = Σ_{b, s} dy x̂           db_c = Σ_{b, s} dy
 
 with mean, var and means over a group. Source: Wu and He (arXiv:1803.08494). Axes: B batch, C channels, G groups, S
-positions; a row is the L = C / G · S elements of a group, which lie next to each other.
+positions; a row is the L = C / G · S elements of a group, which are contiguous.
 
-Rows are cut into parts of BLOCK elements, so that few large groups fill a GPU too. A row of one part is read once
-forward. Of a longer one, a first kernel stores mean and sum of squared differences of each part, and the second merges
-them (Chan, Golub and LeVeque, 1983), which loses no digits where the mean is far from zero. Backward, a first kernel
-sums dy and dy x̂ of each channel, and the second needs their sums over a group.
+Rows are split into parts of BLOCK elements, so that few large groups also fill a GPU. In forward, a row of one part is
+read once. For longer rows, a first kernel stores mean and sum of squared deviations of each part, and the second merges
+them (Chan, Golub and LeVeque, 1983), which is accurate for means far from zero. In backward, a first kernel sums dy and
+dy x̂ over each channel, and the second computes dx from their sums over a group.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -28,22 +28,22 @@ from torch.nn import functional
 from ._launch import DTYPES, accumulator, dense, describe, has_dtype, launch, takes_kernel
 from ._operator import Operator, is_transformed, operator, plain_gradients
 
-# The longest row of one part, and the parts of longer ones.
+# Elements of the longest row of one part, and of a part of longer rows.
 _ONE_PART, _PART = 32768, 16384
-# Elements of a channel, or of several short ones, that one program sums; and of a row whose gradient one computes.
+# Elements per program of the sums over channels, and of dx.
 _SUM_BLOCK, _GRADIENT_BLOCK = 8192, 4096
 _ELEMENTS_PER_WARP = 1024
 
 
 @triton.jit(do_not_specialize=["n_parts"])
 def group_norm_part_kernel(p_x, p_parts, n_parts, L: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """p_parts [2, rows, PARTS]: mean and sum of squared differences of one part of a row."""
+    """p_parts [2, rows, PARTS]: mean and sum of squared deviations of one part of a row."""
     i_a = tl.program_id(0)
     o_l = i_a % PARTS * BLOCK + tl.arange(0, BLOCK)
     m_l = o_l < L
     b_x = tl.load(p_x + (i_a // PARTS).to(tl.int64) * L + o_l, mask=m_l, other=0.0).to(tl.float32)
     count = tl.minimum(L - i_a % PARTS * BLOCK, BLOCK).to(tl.float32)
-    # Rounded as IEEE says: where all numbers of a group are equal, nothing is left of them.
+    # IEEE division: if all elements of a group are equal, the deviations are exactly 0.
     mean = tl.div_rn(tl.sum(b_x, 0), count)
     b_x = tl.where(m_l, b_x - mean, 0.0)
     tl.store(p_parts + i_a, mean)
@@ -56,7 +56,7 @@ def group_norm_fwd_kernel(
     GROUPS: tl.constexpr, CHANNELS: tl.constexpr, L: tl.constexpr,
     PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y of one part of a row, and p_stats [2, rows]: its mean and rstd. CHANNELS: of a group."""
+    """y of one part of a row, and p_stats [2, rows]: its mean and rstd. CHANNELS: channels per group."""
     i_a = tl.program_id(0)
     i_r = i_a // PARTS
     o_l = i_a % PARTS * BLOCK + tl.arange(0, BLOCK)
@@ -93,7 +93,7 @@ def group_norm_sums_kernel(
     p_x, p_dy, p_stats, p_sums, n_channels, n_rows,
     CHANNELS: tl.constexpr, S: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """p_sums [2, n_channels, PARTS]: Σ dy x̂ and Σ dy of one part of ROWS channels; n_channels: of the batch."""
+    """p_sums [2, n_channels, PARTS]: Σ dy x̂ and Σ dy of one part of ROWS channels; n_channels: B · C."""
     i_p = tl.program_id(0) % PARTS
     o_c = tl.program_id(0) // PARTS * ROWS + tl.arange(0, ROWS)
     o_s = i_p * BLOCK + tl.arange(0, BLOCK)
@@ -131,7 +131,7 @@ def group_norm_bwd_kernel(
 
 
 def _cut(length: int, one_part: int, part: int) -> dict[str, int]:
-    """PARTS and BLOCK of a row of this length, and warps."""
+    """PARTS, BLOCK and num_warps for a row of this length."""
     block = triton.next_power_of_2(length) if length <= one_part else part
     return {
         "PARTS": triton.cdiv(length, block), "BLOCK": block, "num_warps": min(max(block // _ELEMENTS_PER_WARP, 1), 32)
@@ -139,13 +139,13 @@ def _cut(length: int, one_part: int, part: int) -> dict[str, int]:
 
 
 def _sizes(x: Tensor, groups: int) -> tuple[int, dict[str, int]]:
-    """Rows, and the constexprs that describe them."""
+    """(number of rows, constexprs of their sizes)."""
     channels, positions = x.shape[1] // groups, x.shape[2:].numel()
     return x.shape[0] * groups, {"GROUPS": groups, "CHANNELS": channels, "L": channels * positions}
 
 
 def group_norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float) -> Tensor:
-    """The same in plain PyTorch."""
+    """`group_norm` in plain PyTorch."""
     w, b = (None if t is None else t.to(accumulator(x.dtype)) for t in (weight, bias))
     return functional.group_norm(x.to(accumulator(x.dtype)), groups, w, b, eps).to(x.dtype)
 
@@ -167,7 +167,7 @@ def _means_of_groups(sums: Tensor, weight: Tensor | None, groups: int, length: i
     " -> (Tensor, Tensor, Tensor)"
 )
 class _Backward(Operator):
-    """dx; dw and db, empty without a weight or bias."""
+    """dx, dw, db; the latter empty without a weight or bias."""
 
     @staticmethod
     def forward(
@@ -268,22 +268,22 @@ class _GroupNorm(Operator):
 def group_norm(
     x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    """`torch.nn.functional.group_norm(x, groups, weight, bias, eps)`, fused; computed in fp32, rounded once.
+    """`torch.nn.functional.group_norm(x, groups, weight, bias, eps)`, computed in fp32 and rounded once.
 
-    Under `torch.func` the operator is plain PyTorch.
+    Under `torch.func` transforms, the operator runs in plain PyTorch.
 
     Args:
-        x: [B, C, ...], bf16 | fp16 | fp32 (fp64 in plain PyTorch). Kernels take dense tensors: another layout, as
-            channels-last, is copied.
-        groups: how many the channels are divided into.
-        weight, bias: [C], of any of these dtypes, or None.
+        x: [B, C, ...], bf16 | fp16 | fp32 (fp64 in plain PyTorch). Copied unless contiguous, e.g. if
+            channels-last.
+        groups: number of groups; must divide C.
+        weight, bias: [C], any of these dtypes, or None.
         eps: added to the variance.
 
     Returns:
-        Of x's shape and dtype, contiguous.
+        Same shape and dtype as x, contiguous.
 
     Raises:
-        ValueError: a shape, dtype or device does not fit, or groups do not divide the channels.
+        ValueError: a wrong shape, dtype or device, or C is not divisible by groups.
 
     Example:
         >>> group_norm(torch.tensor([[[1.0, 3.0], [5.0, 7.0]]]), 2, eps=0.0)

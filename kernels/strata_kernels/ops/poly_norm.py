@@ -1,14 +1,14 @@
-"""PolyNorm: an activation and a norm in one, a learned sum of normalized powers.
+"""PolyNorm, an activation function: a learned sum of normalized powers.
 
     r_p = 1 / sqrt(mean(x^(2p)) + eps)       n_p = x^p r_p       y = w_0 n_3 + w_1 n_2 + w_2 n_1 + b
     S_p = Σ_d dy n_p                         dx = Σ_p w_(3-p) p x^(p-1) r_p (dy - n_p S_p / D)
     dw_(3-p) = Σ_rows S_p                    db = Σ_rows Σ_d dy
 
 Source: Zhuo et al., "Polynomial Composition Activations" (arXiv:2411.03884). Axes: N rows, D features, p = 1, 2, 3.
-A program holds a row in registers, several narrow ones at a time; backward it walks over tiles of rows and keeps its
-four sums, which are added up in a fixed order.
+A program holds one row, or several narrow rows, in registers. In backward, it loops over tiles of rows and accumulates
+four sums; the sums of all programs are added in a fixed order.
 
-Bytes moved per element at the least: forward 2·itemsize, backward 3·itemsize.
+Minimum bytes moved per element: forward 2·itemsize, backward 3·itemsize.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -25,12 +25,12 @@ from torch import Tensor
 from ._launch import DTYPES, accumulator, as_rows, describe, has_dtype, launch, multiprocessors, takes_kernel
 from ._operator import Operator, is_transformed, operator, plain_gradients
 
-# The widest row that a program holds.
+# Longest row that a program holds in registers.
 _MOST_FEATURES = 65536
-# Of a program: several narrow rows, or one.
+# Elements per program: several narrow rows, or one row.
 _TILE = 4096
 _ELEMENTS_PER_WARP = 1024
-# Programs per multiprocessor that walk over rows.
+# Programs per multiprocessor; each loops over rows.
 _OCCUPANCY = 2
 
 
@@ -49,7 +49,7 @@ def poly_norm_fwd_kernel(
     p_x, p_y, p_rstd, p_weight, p_bias, n_rows, stride_x, eps,
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y and p_rstd [3, N], of the powers 1, 2 and 3, of ROWS rows."""
+    """y of ROWS rows, and p_rstd [3, N]: r_1, r_2 and r_3."""
     o_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     m_r = o_r < n_rows
     o_d = tl.arange(0, BLOCK)
@@ -70,7 +70,7 @@ def poly_norm_bwd_kernel(
     p_x, p_dy, p_dx, p_rstd, p_weight, p_sums, n_rows, stride_x, stride_dy,
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dx of every so many tiles of ROWS rows, and their sums of dw and db: p_sums [programs, 4]."""
+    """dx of every n-th tile of ROWS rows, n the number of programs, and p_sums [n, 4]: terms of dw and db."""
     i_p = tl.program_id(0)
     o_d = tl.arange(0, BLOCK)
     w_0 = tl.load(p_weight).to(tl.float32)
@@ -112,7 +112,7 @@ def poly_norm_bwd_kernel(
 
 
 def _plan(width: int) -> dict[str, Any]:
-    """The constexprs."""
+    """The constexprs of both kernels."""
     block = triton.next_power_of_2(width)
     rows = max(_TILE // block, 1)
     return {
@@ -135,7 +135,7 @@ def _statistics(x: Tensor, eps: float) -> list[Tensor]:
 
 
 def poly_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """The same in plain PyTorch."""
+    """`poly_norm` in plain PyTorch."""
     terms = zip(weight.to(accumulator(x.dtype)).flip(0), _powers(x), _statistics(x, eps), strict=True)
     first, second, third = (w * u * r for w, u, r in terms)
     y: Tensor = first + second + third + bias
@@ -185,7 +185,7 @@ class _Backward(Operator):
 
 @operator("poly_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor)")
 class _PolyNorm(Operator):
-    """y, and the statistics [3, N] that the backward pass needs."""
+    """y, and the saved statistics [3, N]: r_1, r_2, r_3."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -222,27 +222,26 @@ class _PolyNorm(Operator):
 
 
 def poly_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Tensor:
-    """A learned sum of normalized powers of x, a replacement for an activation.
+    """A learned sum of normalized powers of x: a replacement for an activation function.
 
     Equivalent to::
 
         norm = lambda u: u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)
         y = weight[0] * norm(x**3) + weight[1] * norm(x**2) + weight[2] * norm(x) + bias
 
-    computed in fp32 and rounded once. Under `torch.func` the operator is plain PyTorch.
+    computed in fp32 and rounded once. Under `torch.func` transforms, the operator runs in plain PyTorch.
 
     Args:
-        x: [..., D], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides. More than 65536 features run in plain
-            PyTorch, too.
-        weight: [3], of any of these dtypes: of the third power, of the second and of the first.
-        bias: one number, of any of these dtypes.
+        x: [..., D], bf16 | fp16 | fp32 | fp64, any strides. fp64 and D > 65536 run in plain PyTorch.
+        weight: [3], any of these dtypes: factors of the third, second and first power.
+        bias: one element, any of these dtypes.
         eps: added to the mean squares.
 
     Returns:
-        Of x's shape and dtype, contiguous.
+        Same shape and dtype as x, contiguous.
 
     Raises:
-        ValueError: a shape or dtype does not fit.
+        ValueError: a wrong shape or dtype.
 
     Example:
         >>> poly_norm(torch.tensor([1.0, -1.0]), torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0.5]), eps=0.0)
@@ -250,7 +249,7 @@ def poly_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Ten
     """
     if x.dim() == 0 or x.shape[-1] == 0 or weight.shape != (3,) or bias.numel() != 1:
         raise ValueError(
-            f"x {describe(x)}, weight {describe(weight)} and bias {describe(bias)} must be [..., D], [3] and one number"
+            f"x {describe(x)}, weight {describe(weight)} and bias {describe(bias)} must be [..., D], [3], one element"
         )
     if not all(map(has_dtype, (x, weight, bias))):
         raise ValueError(f"x, weight and bias must be {DTYPES}, not {x.dtype}, {weight.dtype}, {bias.dtype}")

@@ -1,11 +1,11 @@
-"""Recompute the results of some operators in the backward pass, instead of keeping them for it.
+"""Recompute results of cheap operators in the backward pass instead of saving them.
 
-A norm keeps its input, and the linear layers behind it keep its result. The result is quickly made again: within
-`recomputing()`, autograd keeps the arguments of such operators where it would keep their results. The bits are the
-same, because the same kernel computes them from the same values.
+A norm saves its input, and the linear layers after it save its result, which is cheap to recompute. Inside
+`recomputing()`, autograd saves the arguments of such operators in place of their results. Recomputed results are
+bitwise equal, because the same kernel runs on the same values.
 
-Operators say by `Operator.recomputed` which of their results these are. Of a layer of Qwen3 0.6B this is a quarter of
-what the backward pass needs. What `torch.utils.checkpoint` or a compiled graph keeps within the block is theirs alone.
+`Operator.recomputed` says which results are recomputed. In a layer of Qwen3 0.6B, they are a quarter of the saved
+tensors. Tensors saved by `torch.utils.checkpoint` or a compiled graph inside the block are not affected.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-# Of the pass that runs; an operator is called by one thread.
+# State of the active `recomputing` block. A global: operators are called from one thread.
 _active: _Results | None = None
-# Others may have no storage of their own.
+# Other Tensor subclasses may have no storage.
 _PLAIN = (Tensor, nn.Parameter)
 
 
 @contextmanager
 def recomputing() -> Iterator[None]:
-    """Within the block, a forward pass, autograd recomputes what is cheap; the backward pass may come later.
+    """Context manager for a forward pass whose cheap results backward recomputes; backward may run outside it.
 
     Raises:
-        RuntimeError: in the backward pass, if something was changed in place that it needs.
+        RuntimeError: in the backward pass, if a tensor that it needs was modified in place.
     """
     global _active
     before, _active = _active, _Results()
@@ -41,13 +41,13 @@ def recomputing() -> Iterator[None]:
 
 
 def note_results(run: Callable[..., Any], args: tuple[Any, ...], output: Any, recomputed: int, keeps: bool) -> None:
-    """Note what `run(*args)` has returned, of an operator with these values of `recomputed` and `keeps_inputs`."""
+    """Register `output = run(*args)` of an operator with these values of `recomputed` and `keeps_inputs`."""
     if _active is not None:
         _active.note(run, args, output if isinstance(output, tuple) else (output,), recomputed, keeps)
 
 
 class _Kept:
-    """A tensor as it is, but without its history: a node that keeps its own result would hold itself for ever."""
+    """A saved tensor, detached: a node that saved its own result would be a reference cycle."""
 
     def __init__(self, x: Tensor) -> None:
         self._x, self._version = x.detach(), x._version
@@ -55,13 +55,13 @@ class _Kept:
     def get(self) -> Tensor:
         if self._x._version != self._version:
             raise RuntimeError(
-                "a tensor that the backward pass needs was changed in place after the forward pass had used it"
+                "a tensor that the backward pass needs was modified in place after the forward pass had used it"
             )
         return self._x
 
 
 class _Call:
-    """A call of an operator. Its results are computed once for all that need them."""
+    """A call of an operator, whose results are recomputed once for all users."""
 
     def __init__(self, run: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._run, self._args = run, args
@@ -69,7 +69,7 @@ class _Call:
         self.users = 0
 
     def result(self, number: int) -> Tensor:
-        """For one user; the last of them frees the results."""
+        """Result `number`, for one user; freed after the last user."""
         if self._found is None:
             with torch.no_grad():
                 found = self._run(*(x.get() if isinstance(x, _Kept | _View) else x for x in self._args))
@@ -82,7 +82,7 @@ class _Call:
 
 
 class _View:
-    """Where a tensor lies in a result of a call."""
+    """A saved tensor that is a view of a recomputed result."""
 
     def __init__(self, call: _Call, number: int, x: Tensor) -> None:
         self._call, self._number = call, number
@@ -94,7 +94,7 @@ class _View:
 
 
 class _Result(NamedTuple):
-    """One of the results of a call. The weak reference keeps the address of its storage from being used again."""
+    """A result of a call. The weak reference keeps the address of its storage from being reused."""
 
     storage: StorageWeakRef
     dtype: torch.dtype
@@ -104,7 +104,7 @@ class _Result(NamedTuple):
 
 
 class _Results:
-    """What a forward pass has computed and can be computed again, by the address of its storage."""
+    """Recomputable results of a forward pass, by address of their storage."""
 
     def __init__(self) -> None:
         self._calls: dict[int, _Result] = {}
@@ -114,7 +114,7 @@ class _Results:
     ) -> None:
         if not keeps and not all(isinstance(x, Tensor) and self._find(x) for x in args[:recomputed]):
             return
-        # A call that no node keeps lives as long as its results, as within a layer that is recomputed as a whole.
+        # Drop calls whose results no longer exist, e.g. those of a checkpointed layer.
         self._calls = {
             address: result
             for address, result in self._calls.items()
@@ -126,12 +126,12 @@ class _Results:
             self._calls[storage.cdata] = _Result(storage, x.dtype, x._version, call, number)
 
     def hold(self, x: Tensor) -> _Kept | _View:
-        """What is kept in place of a tensor."""
+        """The object that autograd saves in place of x."""
         found = self._find(x)
         return _Kept(x) if found is None else _View(*found, x)
 
     def _find(self, x: Tensor) -> tuple[_Call, int] | None:
-        """The call whose result `x` is, or is a view of; None if it was changed since."""
+        """The call and index of the result that `x` is a view of; None if there is none or it was modified."""
         found = self._calls.get(x.untyped_storage()._cdata) if type(x) in _PLAIN else None
         if found is None or (found.dtype, found.version) != (x.dtype, x._version):
             return None

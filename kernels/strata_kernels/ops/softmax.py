@@ -2,10 +2,10 @@
 
     y = exp(z - max z) / Σ exp(z - max z)          dz = y (dy - Σ dy y)
 
-Axes: N rows, V classes. Rows of up to 65536 classes stay in registers, and several narrow ones share a program; wider
-ones are walked over twice, forward with a running maximum (Milakov and Gimelshein, arXiv:1805.02867).
+Axes: N rows, V classes. A program holds a row of up to 65536 classes, or several narrow rows, in registers; wider rows
+are read twice, in forward with a running maximum (Milakov and Gimelshein, arXiv:1805.02867).
 
-Bytes moved per element at the least: forward 2·itemsize, backward 3·itemsize.
+Minimum bytes moved per element: forward 2·itemsize, backward 3·itemsize.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -21,9 +21,9 @@ from torch import Tensor
 from ._launch import DTYPES, accumulator, as_rows, describe, has_dtype, launch, takes_kernel
 from ._operator import Operator, is_recorded, is_transformed, operator
 
-# The widest row that a program holds, and the part of a wider one that it takes at a time.
+# Classes of the widest row that a program holds, and of a block of wider rows.
 _MOST_CLASSES, _PART = 65536, 16384
-# Of a program: several narrow rows, or one.
+# Elements per program: several narrow rows, or one row.
 _TILE = 4096
 _ELEMENTS_PER_WARP = 1024
 
@@ -35,14 +35,14 @@ def _load(p_x, o_r, stride, o_v, m, OTHER: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n_rows"])
 def softmax_fwd_kernel(p_z, p_y, n_rows, stride_z, V: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """ROWS rows."""
+    """y of ROWS rows."""
     o_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     m_r = (o_r < n_rows)[:, None]
     o_v = tl.arange(0, BLOCK)
     if V <= BLOCK:
         m = m_r & (o_v < V)[None, :]
         b_z = _load(p_z, o_r, stride_z, o_v, m, -float("inf"))
-        # A row beyond the last one is all -inf.
+        # Rows beyond the last are -inf: subtract 0, not their maximum.
         b_exp = tl.exp(b_z - tl.where(m_r, tl.max(b_z, 1)[:, None], 0.0))
         b_y = b_exp / tl.where(m_r, tl.sum(b_exp, 1)[:, None], 1.0)
         tl.store(p_y + o_r[:, None] * V + o_v[None, :], b_y.to(p_y.dtype.element_ty), mask=m)
@@ -53,7 +53,7 @@ def softmax_fwd_kernel(p_z, p_y, n_rows, stride_z, V: tl.constexpr, ROWS: tl.con
             m = m_r & (i_v + o_v < V)[None, :]
             b_z = _load(p_z, o_r, stride_z, i_v + o_v, m, -float("inf"))
             b_next = tl.maximum(b_max, tl.max(b_z, 1))
-            # Nothing but -inf so far adds nothing.
+            # If all logits so far are -inf, subtract 0.
             b_shift = tl.where(b_next == -float("inf"), 0.0, b_next)
             b_sum = b_sum * tl.exp(b_max - b_shift) + tl.sum(tl.exp(b_z - b_shift[:, None]), 1)
             b_max = b_next
@@ -66,7 +66,7 @@ def softmax_fwd_kernel(p_z, p_y, n_rows, stride_z, V: tl.constexpr, ROWS: tl.con
 
 @triton.jit(do_not_specialize=["n_rows"])
 def softmax_bwd_kernel(p_y, p_dy, p_dz, n_rows, stride_dy, V: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """ROWS rows."""
+    """dz of ROWS rows."""
     o_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     m_r = (o_r < n_rows)[:, None]
     o_v = tl.arange(0, BLOCK)
@@ -90,7 +90,7 @@ def softmax_bwd_kernel(p_y, p_dy, p_dz, n_rows, stride_dy, V: tl.constexpr, ROWS
 
 
 def _plan(n_rows: int, width: int) -> tuple[int, dict[str, Any]]:
-    """Programs and constexprs."""
+    """(number of programs, constexprs)."""
     block = triton.next_power_of_2(width) if width <= _MOST_CLASSES else _PART
     rows = max(_TILE // block, 1)
     warps = min(max(rows * block // _ELEMENTS_PER_WARP, 1), 32)
@@ -99,7 +99,7 @@ def _plan(n_rows: int, width: int) -> tuple[int, dict[str, Any]]:
 
 @operator("softmax_bwd(Tensor dy, Tensor y) -> Tensor")
 class _Backward(Operator):
-    """The gradient, from the result."""
+    """dz from dy and y."""
 
     @staticmethod
     def forward(dy: Tensor, y: Tensor) -> Tensor:
@@ -144,23 +144,23 @@ class _Softmax(Operator):
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         (y,) = ctx.saved_tensors
         if is_recorded():
-            # y is a result of this node, so that this is differentiable in z, too.
+            # y is an output of this node, so this is differentiable with respect to z.
             return _gradient(dy, y)
         found: Tensor = _Backward.apply(dy, y)
         return found
 
 
 def softmax(z: Tensor) -> Tensor:
-    """`torch.softmax(z, -1)`, computed in fp32 and rounded once. Under `torch.func` it is plain PyTorch.
+    """`torch.softmax(z, -1)`, computed in fp32 and rounded once. Under `torch.func`, plain PyTorch.
 
     Args:
         z: [..., V], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides.
 
     Returns:
-        Of z's shape and dtype, contiguous. A row without a finite logit is NaN, as PyTorch's.
+        Same shape and dtype as z, contiguous. A row of -inf gives NaN, as in PyTorch.
 
     Raises:
-        ValueError: a shape or dtype does not fit.
+        ValueError: a wrong shape or dtype.
 
     Example:
         >>> softmax(torch.tensor([0.0, 0.0]))

@@ -1,12 +1,12 @@
-"""Sparsemax: the point of the probability simplex that is closest to the logits.
+"""Sparsemax: the Euclidean projection of the logits onto the probability simplex.
 
     y = max(0, z - τ)  with τ such that Σ y = 1          dz = 1[y > 0] (g - Σ_S g / |S|), S the classes with y > 0
 
 Source: Martins and Astudillo (arXiv:1602.02068). Axes: N rows, V classes.
 
-One program holds a row in registers. The threshold is found by Newton's method: with S the classes above τ, the next τ
-is (Σ_S z - 1) / |S|. From the τ of all classes on it grows and never passes the solution, and it is reached exactly as
-soon as S no longer changes: at most V steps, about ten on real logits. Nothing is sorted.
+One program holds a row in registers. The threshold τ is found by Newton's method, without sorting: with S the classes
+above τ, the next τ is (Σ_S z - 1) / |S|, starting from S = all classes. τ increases, never exceeds the solution, and is
+exact once S no longer changes: after at most V steps, about ten for real logits.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -22,24 +22,24 @@ from torch import Tensor
 from ._launch import DTYPES, accumulator, as_rows, describe, has_dtype, launch, takes_kernel
 from ._operator import Operator, is_recorded, is_transformed, operator
 
-# The widest row that a program holds.
+# Longest row that a program holds in registers.
 _MOST_CLASSES = 65536
 _ELEMENTS_PER_WARP = 2048
 
 
 @triton.jit
 def sparsemax_fwd_kernel(p_z, p_y, stride_z, V: tl.constexpr, BLOCK: tl.constexpr):
-    """One row."""
+    """y of one row."""
     i_n = tl.program_id(0).to(tl.int64)
     o_v = tl.arange(0, BLOCK)
     m_v = o_v < V
     b_z = tl.load(p_z + i_n * stride_z + o_v, mask=m_v, other=-float("inf")).to(tl.float32)
-    # Sums of differences from the maximum lose no digits, and τ is at least -1 from it.
+    # Relative to the maximum, sums are accurate, and τ >= -1.
     b_z -= tl.max(b_z, 0)
     b_z = tl.where(m_v, b_z, -float("inf"))
     m_s = b_z > -1.0
     count = tl.sum(m_s.to(tl.int32), 0)
-    # Rounded as IEEE says: a class that lies on the threshold is not above it.
+    # IEEE division, so that a class exactly at the threshold is not above it.
     tau = tl.div_rn(tl.sum(tl.where(m_s, b_z, 0.0), 0) - 1.0, count.to(tl.float32))
     changed = count > 0
     while changed:
@@ -54,7 +54,7 @@ def sparsemax_fwd_kernel(p_z, p_y, stride_z, V: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def sparsemax_bwd_kernel(p_y, p_dy, p_dz, stride_dy, V: tl.constexpr, BLOCK: tl.constexpr):
-    """One row."""
+    """dz of one row."""
     i_n = tl.program_id(0).to(tl.int64)
     o_v = tl.arange(0, BLOCK)
     m_v = o_v < V
@@ -72,7 +72,7 @@ def _constexprs(width: int) -> dict[str, Any]:
 
 
 def sparsemax_reference(z: Tensor) -> Tensor:
-    """The same by sorting, in plain PyTorch that autograd and `torch.func` can differentiate."""
+    """`sparsemax` by sorting, in plain PyTorch, differentiable by autograd and `torch.func`."""
     wide = z.to(accumulator(z.dtype))
     wide = wide - wide.amax(-1, keepdim=True).detach()
     ordered = wide.sort(-1, descending=True).values
@@ -85,7 +85,7 @@ def sparsemax_reference(z: Tensor) -> Tensor:
 
 @operator("sparsemax_bwd(Tensor dy, Tensor y) -> Tensor")
 class _Backward(Operator):
-    """The gradient, from the result."""
+    """dz from dy and y."""
 
     @staticmethod
     def forward(dy: Tensor, y: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class _Sparsemax(Operator):
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         (y,) = ctx.saved_tensors
         if is_recorded():
-            # The gradient is linear in dy, and its own derivative is plain PyTorch.
+            # The gradient is linear in dy; its derivative is plain PyTorch.
             inside = y > 0
             mean = dy.where(inside, 0.0).sum(-1, keepdim=True) / inside.sum(-1, keepdim=True).clamp_min(1)
             return torch.where(inside, dy - mean, 0.0)
@@ -149,14 +149,13 @@ def sparsemax(z: Tensor) -> Tensor:
         y = (z - tau).clamp(min=0)
 
     Args:
-        z: [..., V], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides. More than 65536 classes run in plain
-            PyTorch, too.
+        z: [..., V], bf16 | fp16 | fp32 | fp64, any strides. fp64 and V > 65536 run in plain PyTorch.
 
     Returns:
-        Of z's shape and dtype. A row with a NaN or without a finite logit is undefined.
+        Same shape and dtype as z. Undefined for a row with a NaN, or without a finite logit.
 
     Raises:
-        ValueError: a shape or dtype does not fit.
+        ValueError: a wrong shape or dtype.
 
     Example:
         >>> sparsemax(torch.tensor([1.0, 0.8, -1.0]))
