@@ -268,7 +268,7 @@ CHECKS = (
         ("rank 0",),
         "evaluation.during_training:require_validation_rows",
         ("spec.evaluation", "data"),
-        "with evaluation.every, the prepared data has rows to evaluate on",
+        "with evaluations during training, the prepared data has rows to evaluate on",
     ),
     Check(
         "columns of rewards",

@@ -134,6 +134,9 @@ def test_a_part_of_the_environment_of_torchrun_is_refused(monkeypatch):
         ({"epochs": 0.5, "micro_batch_size": 4}, 101, 13),
         ({"epochs": 3, "micro_batch_size": 4, "gradient_accumulation_steps": 8}, 101, 10),
         ({"micro_batch_size": 4}, 101, 51),
+        # In floating point, 525 * (1 / 75) is a little more than 7, and 0.1 a little more than a tenth.
+        ({"epochs": 1, "micro_batch_size": 75}, 525, 7),
+        ({"epochs": 0.1, "micro_batch_size": 1}, 1000, 100),
     ],
 )
 def test_steps_of_a_run(training, rows, steps):

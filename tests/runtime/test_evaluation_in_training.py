@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import DefaultFlowCallback
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime import checkpoint
@@ -105,6 +106,62 @@ def test_every_evaluation_writes_samples_and_its_time(evaluated):
     assert all(point.seconds > 0 for point in read_evaluations(RunFolder.of(spec).metrics))
     lines = [json.loads(line) for line in RunFolder.of(spec).metrics.read_text().splitlines()]
     assert sum("eval_loss" in line for line in lines) == 2
+
+
+def ends_of(parts, rows, per_step, count):
+    """The steps that complete the parts of epochs, of which each has `count`."""
+    return sorted({-(-part * rows // (count * per_step)) for part in range(1, parts + 1)})
+
+
+@pytest.mark.parametrize("framework", ["torch", "hf", "lightning"])
+def test_epochs_end_with_an_evaluation_and_a_checkpoint(framework, output, caplog):
+    """Also after a resume that splits the rows of a step otherwise."""
+    caplog.set_level(logging.INFO)
+    batch = {"epochs": 2, "micro_batch_size": 3, "gradient_accumulation_steps": 2}
+    changes = {"training": batch, "checkpoint": {"per_epoch": 1, "keep_last": 100}}
+    spec = make_spec(output, f"epochs-{framework}", {"per_epoch": 2}, framework, **changes)
+    record = train_spec(spec)
+    recipe = DataRecipe.from_spec(spec, fingerprint(spec))
+    rows = prepare(recipe, data_folder(spec.output, recipe), report=print).rows
+    assert rows % 6, "epochs end within steps"
+    evaluated, saved = ends_of(4, rows, 6, 2), ends_of(2, rows, 6, 1)
+    assert record.steps == evaluated[-1] == saved[-1] and set(saved) < set(evaluated)
+
+    def done():
+        folders = checkpoint.folders(RunFolder.of(spec).checkpoints)
+        return [step for step, _ in evaluations(spec)], [checkpoint.step_of(path) for path in folders]
+
+    assert done() == (evaluated, saved)
+    assert f"per epoch of {rows / 6:g} steps: checkpoints 1, evaluations 2" in caplog.text
+    changes["training"] = {**batch, "micro_batch_size": 2, "gradient_accumulation_steps": 3}
+    again = make_spec(output, spec.name, {"per_epoch": 2}, framework, **changes)
+    assert train_spec(again, saved[0]).restarts == 1
+    assert done() == (evaluated, saved)
+
+
+@pytest.mark.parametrize("rows", [240, 250])
+def test_epochs_end_where_those_of_transformers_do(rows, tmp_path):
+    """axolotl gives the Trainer `1 / (evals_per_epoch * num_epochs)` for `eval_steps`. The Trainer rounds the interval
+    up, so that it drifts away from the ends of epochs where it is not whole; the evaluations here do not.
+    """
+    epochs, count, per_step = 3, 4, 4
+    spec = RunSpec.model_validate({"training": {"micro_batch_size": per_step}, "evaluation": {"per_epoch": count}})
+    steps = -(-rows // per_step) * epochs
+    arguments = TrainingArguments(
+        str(tmp_path), report_to=[], use_cpu=True, eval_strategy="steps", eval_steps=1 / (count * epochs)
+    )
+    state, theirs, ours = TrainerState(max_steps=steps), [], []
+    state.compute_steps(arguments, steps)
+    for step in range(1, steps + 1):
+        state.global_step = step
+        if DefaultFlowCallback().on_step_end(arguments, state, TrainerControl()).should_evaluate:
+            theirs.append(step)
+        if spec.is_evaluated(step, rows):
+            ours.append(step)
+    whole = rows % (per_step * count) == 0
+    assert (ours == theirs) == whole
+    ends = {-(-epoch * rows // per_step) for epoch in range(1, epochs + 1)}
+    assert ends <= {*ours} and (ends <= {*theirs}) == whole
 
 
 # A threshold that no step comes near: the second evaluation is no progress, and neither is the third.

@@ -173,7 +173,7 @@ OTHER_NAMES = {
     "lora_o_kernel": "kernels.enabled",
     "use_kernels": "kernels.enabled",
     "save_steps": "checkpoint.every",
-    "saves_per_epoch": "checkpoint.every",
+    "saves_per_epoch": "checkpoint.per_epoch",
     "save_strategy": "checkpoint.every",
     "save_total_limit": "checkpoint.keep_last",
     "keep_latest_k": "checkpoint.keep_last",
@@ -184,7 +184,7 @@ OTHER_NAMES = {
     "loss_watchdog_threshold": "faults.spike",
     "loss_watchdog_patience": "faults.spike",
     "eval_steps": "evaluation.every",
-    "evals_per_epoch": "evaluation.every",
+    "evals_per_epoch": "evaluation.per_epoch",
     "eval_strategy": "evaluation.every",
     "evaluation_strategy": "evaluation.every",
     "logging_steps": "tracking.log_every",
@@ -243,6 +243,8 @@ OTHER_NAMES = {
     "vllm_server_port": "objective.generation.server",
     "vllm_gpu_memory_utilization": "objective.generation.gpu_memory_utilization",
 }
+# For these fields, an epoch or a share of all steps is given in another field.
+PER_EPOCH = {"checkpoint.every": "checkpoint.per_epoch", "evaluation.every": "evaluation.per_epoch"}
 # In a source of `data`, where names of axolotl and LLaMA-Factory mean something else than at the top.
 NAMES_IN_SOURCES = {
     "path": "source",

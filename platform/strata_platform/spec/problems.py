@@ -27,7 +27,7 @@ from strata_platform.spec.describe import (
     literals,
     sections,
 )
-from strata_platform.spec.other_names import NAMES_IN_SOURCES, NO_FIELDS, OTHER_NAMES, OTHER_VALUES
+from strata_platform.spec.other_names import NAMES_IN_SOURCES, NO_FIELDS, OTHER_NAMES, OTHER_VALUES, PER_EPOCH
 
 Spec = TypeVar("Spec", bound=BaseModel)
 
@@ -200,7 +200,7 @@ def _unknown_field(model: type[BaseModel], item: ErrorDetails, location: _Locati
         message, allowed = f"a field of type {join_or(having)} alone", ", ".join(fields)
     elif suggestion is None and name in model.model_fields and name != "name":
         message = f"no such field here; {name!r} stands at the top of the spec"
-    elif suggestion is None and (suggestion := _other_name(location)) is None and name in NO_FIELDS:
+    elif suggestion is None and (suggestion := _other_name(location, item["input"])) is None and name in NO_FIELDS:
         message = f"{message}; {NO_FIELDS[name]}"
     elif suggestion is None:
         closest, elsewhere = closest_match(name, fields), _elsewhere(model, name)
@@ -219,14 +219,18 @@ def _within(location: _Location) -> str | None:
     return None
 
 
-def _other_name(location: _Location) -> str | None:
-    """The path of the field that others call so, unless the owner is a variant of its section without it."""
+def _other_name(location: _Location, given: Any) -> str | None:
+    """The path of the field that others call so with such a value, unless the owner is a variant of its section without
+    it.
+    """
     *above, name = location.keys
     if above[:1] == ["data"] and name in NAMES_IN_SOURCES:
         return NAMES_IN_SOURCES[name]
     meant = OTHER_NAMES.get(name)
     if meant is None:
         return None
+    if given == "epoch" or (isinstance(given, float) and given < 1):
+        meant = PER_EPOCH.get(meant, meant)
     section, *field = meant.split(".")
     return meant if [section] != above or field[0] in location.owner.model_fields else None
 

@@ -7,6 +7,7 @@ named. Nothing here reads the environment or the disk.
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_validator
@@ -78,7 +79,15 @@ class Runtime(Section):
 class Checkpoint(Section):
     """When checkpoints are saved, kept and uploaded, and whether a new attempt resumes."""
 
-    every: Count = Field(50, description="Number of steps between checkpoints. The last step is always saved.")
+    every: Count | None = Field(
+        None,
+        description="Number of steps between checkpoints; 50 by default, without `per_epoch`. The last step is always "
+        "saved.",
+    )
+    per_epoch: Count | None = Field(
+        None,
+        description="Number of checkpoints in each epoch, at equal distances up to its last step. Set this or `every`.",
+    )
     keep_last: Count = Field(2, description="Number of newest checkpoints to keep.")
     keep_every: Count | None = Field(
         None,
@@ -86,8 +95,8 @@ class Checkpoint(Section):
     )
     keep_best: Flag = Field(
         False,
-        description="Also keep the checkpoint with the lowest validation loss of `evaluation.every`. It is saved right "
-        "after its evaluation, even if the step is not a multiple of `every`.",
+        description="Also keep the checkpoint with the lowest validation loss of the evaluations during training. It "
+        "is saved right after its evaluation, even if no checkpoint is due.",
     )
     load_best_model_at_end: Flag = Field(
         False,
@@ -112,6 +121,11 @@ class Checkpoint(Section):
         "checkpoint, also after a preemption.",
     )
 
+    @property
+    def interval(self) -> int | None:
+        """`every`, or its default; None with `per_epoch`."""
+        return 50 if self.every is None and self.per_epoch is None else self.every
+
 
 class Evaluation(Section):
     """Evaluation before, during and after training."""
@@ -120,6 +134,10 @@ class Evaluation(Section):
         None,
         description="Steps between evaluations during training, which measure the validation loss. The last step is "
         "always evaluated then. By default there are no evaluations during training.",
+    )
+    per_epoch: Count | None = Field(
+        None,
+        description="Number of evaluations in each epoch, at equal distances up to its last step. Set this or `every`.",
     )
     during: tuple[Literal["samples", "tasks"], ...] = Field(
         (),
@@ -151,6 +169,13 @@ class Evaluation(Section):
         description="Number of few-shot examples before each question of a task; by default the task's own number.",
     )
     task_limit: Count | None = Field(None, description="Maximum number of examples per task.")
+
+    @property
+    def asked_by(self) -> str | None:
+        """The field that asks for evaluations during training; None without any."""
+        if self.per_epoch is not None:
+            return "evaluation.per_epoch"
+        return None if self.every is None else "evaluation.every"
 
 
 class Topology(Section):
@@ -364,13 +389,32 @@ class RunSpec(Section):
         return self.objective.num_iterations if isinstance(self.objective, Grpo) else 1
 
     @property
-    def steps_per_row(self) -> float:
-        """Optimizer steps that a row of the data takes part in, as a fraction: rows that are prompts have a group of
-        answers, and several steps learn from them.
+    def steps_per_row(self) -> Fraction:
+        """Optimizer steps that a row of the data takes part in: rows that are prompts have a group of answers, and
+        several steps learn from them. It is exact, because an error of rounding would move the end of an epoch.
         """
         if isinstance(self.objective, Grpo):
-            return self.objective.group_size * self.steps_of_rows / self.rows_per_step
-        return 1 / self.rows_per_step
+            return Fraction(self.objective.group_size * self.steps_of_rows, self.rows_per_step)
+        return Fraction(1, self.rows_per_step)
+
+    def is_saved(self, step: int, rows: int | None) -> bool:
+        """Whether `checkpoint.every` or `checkpoint.per_epoch` asks for a checkpoint after `step`; `rows`: of the
+        data, as far as they are known.
+        """
+        return self._is_due(step, self.checkpoint.interval, self.checkpoint.per_epoch, rows)
+
+    def is_evaluated(self, step: int, rows: int | None) -> bool:
+        """Whether `evaluation.every` or `evaluation.per_epoch` asks for an evaluation after `step`."""
+        return self._is_due(step, self.evaluation.every, self.evaluation.per_epoch, rows)
+
+    def _is_due(self, step: int, every: int | None, per_epoch: int | None, rows: int | None) -> bool:
+        """A function of the step and of what all attempts of a run share, so that each of them decides alike."""
+        if per_epoch is None:
+            return every is not None and step % every == 0
+        assert rows is not None, "the spec is rejected with data.streaming"
+        # Each part of an epoch is due after the step that completes it. Parts shorter than a step share steps.
+        part = rows * self.steps_per_row / per_epoch
+        return step // part > (step - 1) // part
 
     @property
     def tokens_per_forward(self) -> int:

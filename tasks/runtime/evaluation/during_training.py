@@ -115,11 +115,11 @@ class TrainingEvaluator:
 
 
 def require_validation_rows(evaluation: Evaluation, data: PreparedData) -> None:
-    """Raises ValueError if `evaluation.every` is set and the data has nothing to evaluate on."""
-    if evaluation.every is not None and not data.manifest.validation.target_tokens:
+    """Raises ValueError if the spec asks for evaluations and the data has nothing to evaluate on."""
+    if evaluation.asked_by and not data.manifest.validation.target_tokens:
         raise ValueError(
-            "evaluation.every needs validation rows, and data.validation_fraction leaves none with a token to learn; "
-            "raise data.validation_fraction, set data.validation_source, or leave evaluation.every out"
+            f"{evaluation.asked_by} needs validation rows, and data.validation_fraction leaves none with a token to "
+            f"learn; raise data.validation_fraction, set data.validation_source, or leave {evaluation.asked_by} out"
         )
 
 

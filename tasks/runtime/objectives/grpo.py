@@ -158,10 +158,10 @@ class Grpo:
         """
         assert self._context is not None
         spec, rows = self._spec, self._rows
-        step, measured = (prompts[0].answer or 0) // spec.rows_per_step + 1, spec.evaluation.every
+        step, data_rows = (prompts[0].answer or 0) // spec.rows_per_step + 1, self._context.data.rows
         if not self._settings.generate_ahead or rows is None or step == self._context.steps:
             return []
-        if step % spec.checkpoint.every == 0 or (self._while_training and measured and step % measured == 0):
+        if spec.is_saved(step, data_rows) or (self._while_training and spec.is_evaluated(step, data_rows)):
             return []
         return [rows.prompt((prompt.answer or 0) + spec.rows_per_step) for prompt in prompts]
 

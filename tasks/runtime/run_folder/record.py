@@ -121,7 +121,7 @@ class CompletionRecord(BaseModel):
     task_scores: tuple[TaskScore, ...] = ()
     """Scores in `evaluation.tasks`."""
     evaluations: tuple[Evaluated, ...] = ()
-    """Evaluations during training, with `evaluation.every`."""
+    """Evaluations during training."""
     best_step: int | None = None
     """The step of the lowest loss among `evaluations`."""
     checkpoint: str

@@ -81,7 +81,7 @@ class Job:
     early_stopping: EarlyStopping
     time_limit: TimeLimit
     evaluator: TrainingEvaluator | None
-    """None without `evaluation.every`."""
+    """None without evaluations during training."""
     step_ended: Callable[[], None]
     """Called after every step; returns immediately."""
     callbacks: CallbackRunner
@@ -214,7 +214,7 @@ class Job:
                 # The next attempt evaluates first.
                 stop = True
         over = step == self.steps or self.early_stopping.is_over
-        due = step % self.spec.checkpoint.every == 0 or (best and self.spec.checkpoint.keep_best)
+        due = self.spec.is_saved(step, self.data.rows) or (best and self.spec.checkpoint.keep_best)
         if self.time_limit.after(step) or stop or over or due:
             self.watchdog.expect(f"the checkpoint of step {step}", SLOW_FACTOR)
             # Write metrics first, so that every step before a checkpoint is on record.
@@ -238,8 +238,7 @@ class Job:
             self.watchdog.expect(f"step {step + 1}")
 
     def _is_evaluated(self, step: int) -> bool:
-        every = self.spec.evaluation.every
-        return every is not None and (step % every == 0 or step == self.steps)
+        return self.evaluator is not None and (step == self.steps or self.spec.is_evaluated(step, self.data.rows))
 
     def _evaluate(self, step: int) -> bool:
         """Evaluate the weights after `step`; returns whether their validation loss is the lowest so far."""

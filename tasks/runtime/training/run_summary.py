@@ -31,7 +31,7 @@ def log_sources(run: Session, data: PreparedData, steps: int) -> None:
         log.info("source %s", share)
 
 
-def log_summary(run: Session, step: TrainingStep, steps: int, resume_from: Path | None) -> None:
+def log_summary(run: Session, step: TrainingStep, steps: int, rows: int | None, resume_from: Path | None) -> None:
     """Log the model, its kernels and the steps, and warn of settings that have no effect."""
     if not run.processes.is_main:
         return
@@ -72,5 +72,9 @@ def log_summary(run: Session, step: TrainingStep, steps: int, resume_from: Path 
         run.spec.training.gradient_accumulation_steps,
         run.spec.runtime.framework,
     )
+    if rows is not None and (run.spec.checkpoint.per_epoch or run.spec.evaluation.per_epoch):
+        counts = {"checkpoints": run.spec.checkpoint.per_epoch, "evaluations": run.spec.evaluation.per_epoch}
+        given = ", ".join(f"{what} {count}" for what, count in counts.items() if count)
+        log.info("per epoch of %.6g steps: %s", rows * run.spec.steps_per_row, given)
     if resume_from:
         log.info("continuing after step %d (%s)", checkpoint.step_of(resume_from), resume_from)

@@ -163,7 +163,7 @@ def _reason(point: MetricPoint) -> tuple[str, str] | None:
 def _end(point: MetricPoint, field: str, why: str, action: str) -> str:
     state = "the step was skipped" if point.skipped else "the weights are lost"
     if action == "rollback":
-        more = "There is no checkpoint to return to; lower checkpoint.every, or start"
+        more = "There is no checkpoint to return to; lower checkpoint.every or raise checkpoint.per_epoch, or start"
     else:
         more = f"Set faults.{field} to 'rollback' and start it again, to continue from its last checkpoint; or start"
     return (

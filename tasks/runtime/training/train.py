@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import closing, nullcontext
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
@@ -109,7 +110,7 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
     model, base, initial = _build_model(run, resume_from)
     set_special_tokens(model, data.tokenizer())
     step = build_training_step(model, run.spec, run.processes.device, data)
-    log_summary(run, step, steps, resume_from)
+    log_summary(run, step, steps, data.rows, resume_from)
     log_sources(run, data, steps)
     report_progress(stage=Stage.TRAINING, steps=steps, attempt=attempt)
     # Counted now: some strategies leave parameters empty between passes.
@@ -248,7 +249,7 @@ def build_job(
     )
     load = partial(_load, run, model, optimizer)
     evaluator = None
-    if run.spec.evaluation.every is not None:
+    if run.spec.evaluation.asked_by:
         evaluator = TrainingEvaluator(
             run.spec,
             run.processes,
@@ -373,4 +374,5 @@ def total_steps(spec: RunSpec, rows: int | None) -> int:
         assert spec.training.steps is not None
         return spec.training.steps
     assert rows is not None
-    return math.ceil(spec.epochs * rows * spec.steps_per_row)
+    # As it is written: the float 0.1 is a little more than a tenth.
+    return math.ceil(Fraction(str(spec.epochs)) * rows * spec.steps_per_row)

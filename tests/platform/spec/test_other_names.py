@@ -52,6 +52,24 @@ def test_a_name_of_another_trainer_leads_to_the_field_from_its_section_and_from_
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "meant"),
+    [
+        ("save_strategy", "epoch", "checkpoint.per_epoch"),
+        ("save_strategy", "steps", "checkpoint.every"),
+        ("eval_strategy", "epoch", "evaluation.per_epoch"),
+        ("save_steps", 0.1, "checkpoint.per_epoch"),
+        ("save_steps", 500, "checkpoint.every"),
+        ("eval_steps", 0.1, "evaluation.per_epoch"),
+        ("evals_per_epoch", 4, "evaluation.per_epoch"),
+        ("saves_per_epoch", 1, "checkpoint.per_epoch"),
+    ],
+)
+def test_an_interval_in_epochs_or_as_a_share_leads_to_the_field_in_epochs(name, value, meant):
+    with pytest.raises(SpecError, match=rf"{name}: no such field; did you mean '{re.escape(meant)}'"):
+        RunSpec.model_validate({name: value})
+
+
+@pytest.mark.parametrize(
     ("objective", "meant"),
     [
         ({"type": "grpo", "num_generations": 4}, "objective.group_size"),

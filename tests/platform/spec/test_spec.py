@@ -474,6 +474,25 @@ def test_a_long_value_is_shortened():
             "'ddp'",
         ),
         ({"checkpoint": {"every": 50, "keep_every": 75}}, "checkpoint.keep_every", "checkpoint.every 50"),
+        ({"checkpoint": {"keep_every": 75}}, "checkpoint.keep_every", "checkpoint.every 50"),
+        ({"checkpoint": {"every": 50, "per_epoch": 1}}, "checkpoint.per_epoch", "checkpoint.every"),
+        ({"checkpoint": {"keep_every": 50, "per_epoch": 1}}, "checkpoint.keep_every", "checkpoint.per_epoch"),
+        ({"evaluation": {"every": 50, "per_epoch": 1}}, "evaluation.per_epoch", "evaluation.every"),
+        (
+            {"evaluation": {"per_epoch": 1}, "data": {"validation_fraction": 0}},
+            "evaluation.per_epoch",
+            "leave evaluation.per_epoch out",
+        ),
+        (
+            {"data": STREAMED, "training": {"steps": 3}, "checkpoint": {"per_epoch": 1}},
+            "checkpoint.per_epoch",
+            "data.streaming begins before the rows are counted",
+        ),
+        (
+            {"data": STREAMED, "training": {"steps": 3}, "evaluation": {"per_epoch": 1}},
+            "evaluation.per_epoch",
+            "set evaluation.every instead",
+        ),
         ({"schedule": {"decay_ratio": 0.1}}, "schedule.decay_ratio", "schedule.type"),
         ({"schedule": {"type": "wsd", "warmup_ratio": 0.9}}, "schedule.warmup_ratio", "schedule.decay_ratio 0.2"),
         ({"schedule": {"warmup_ratio": 0.1, "warmup_steps": 3}}, "schedule.warmup_steps", "schedule.warmup_ratio"),
@@ -676,6 +695,39 @@ def test_problems_of_sections_in_a_list_are_those_of_their_fields():
 )
 def test_rows_to_evaluate_on_may_come_from_anywhere(data):
     assert RunSpec.model_validate({"data": data, "evaluation": {"every": 5}}).evaluation.every == 5
+
+
+@pytest.mark.parametrize(("rows", "per_step", "count"), [(80, 4, 4), (81, 4, 4), (10, 4, 1), (525, 75, 1), (9, 4, 7)])
+def test_every_part_of_an_epoch_is_due_after_the_step_that_completes_it(rows, per_step, count):
+    settings = {"checkpoint": {"per_epoch": count}, "evaluation": {"per_epoch": count}}
+    spec = RunSpec.model_validate({"training": {"micro_batch_size": per_step}, **settings})
+    steps = 3 * rows // per_step
+    # The part number `part` ends with row `part * rows / count`; 0 is the start of the run.
+    ends = {-(-part * rows // (count * per_step)) for part in range(1, 3 * count + 1)}
+    for is_due in (spec.is_saved, spec.is_evaluated):
+        assert {step for step in range(1, steps + 1) if is_due(step, rows)} == {end for end in ends if end <= steps}
+    assert not spec.model_copy(update={"evaluation": RunSpec().evaluation}).is_evaluated(steps, rows)
+
+
+def test_other_processes_save_and_evaluate_the_same_steps():
+    settings = {"checkpoint": {"per_epoch": 3}, "evaluation": {"per_epoch": 2}, "parallel": {"type": "ddp"}}
+    one, four = (
+        RunSpec.model_validate({"training": training, "topology": {"nproc_per_node": processes}, **settings})
+        for processes, training in [
+            (1, {"micro_batch_size": 2, "gradient_accumulation_steps": 6}),
+            (4, {"micro_batch_size": 3}),
+        ]
+    )
+    steps = range(1, 60)
+    assert [one.is_saved(step, 101) for step in steps] == [four.is_saved(step, 101) for step in steps]
+    assert [one.is_evaluated(step, 101) for step in steps] == [four.is_evaluated(step, 101) for step in steps]
+
+
+def test_a_spec_with_checkpoints_of_epochs_is_read_as_it_was_written():
+    """Its default of `every` does not contradict it."""
+    spec = RunSpec.model_validate({"checkpoint": {"per_epoch": 1}})
+    assert RunSpec.model_validate_json(spec.model_dump_json()) == spec
+    assert not spec.is_saved(50, 1000) and RunSpec().is_saved(50, None)
 
 
 def test_devices_that_nothing_here_trains_on_are_rejected():

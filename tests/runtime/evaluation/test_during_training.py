@@ -58,4 +58,6 @@ def test_data_without_validation_rows_is_refused_before_training():
     data = SimpleNamespace(manifest=SimpleNamespace(validation=SimpleNamespace(target_tokens=0)))
     with pytest.raises(ValueError, match=r"evaluation\.every needs validation rows.*data\.validation_fraction"):
         require_validation_rows(Evaluation(every=5), data)
+    with pytest.raises(ValueError, match=r"evaluation\.per_epoch needs .* or leave evaluation\.per_epoch out"):
+        require_validation_rows(Evaluation(per_epoch=1), data)
     require_validation_rows(Evaluation(), data)

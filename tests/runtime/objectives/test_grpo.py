@@ -20,7 +20,7 @@ from tasks.runtime.rewards.scoring import Rewards
 SIZE, LENGTH, CAP = 2, 6, 1.2
 
 
-def objective_of(output="output", **options):
+def objective_of(output="output", checkpoint=None, **options):
     spec = RunSpec.model_validate(
         {
             "output": output,
@@ -33,7 +33,7 @@ def objective_of(output="output", **options):
                 **options,
             },
             "training": {"micro_batch_size": SIZE},
-            "checkpoint": {"every": 2},
+            "checkpoint": checkpoint or {"every": 2},
         }
     )
     return Grpo(spec, fused=False)
@@ -104,7 +104,8 @@ def answering(objective):
     rewards = Rewards([RewardTerm(function="tests.runtime.helpers.own_rewards:varied")], torch.device("cpu"))
     tokenizer = SimpleNamespace(decode=lambda *_, **__: "a")
     objective._rollout = Rollout(objective._settings, generator, None, rewards, tokenizer)
-    objective._context = SimpleNamespace(whole=WholeModel(None), collate=collate, steps=4)
+    data = SimpleNamespace(rows=3)
+    objective._context = SimpleNamespace(whole=WholeModel(None), collate=collate, steps=4, data=data)
     return asked
 
 
@@ -128,3 +129,12 @@ def test_a_rollback_drops_answers_that_are_generated_ahead():
     objective.rolled_back()
     assert objective._rollout.run(prompts(4), Processes()).metrics["staleness"] == 0
     assert asked == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_no_answers_are_generated_ahead_of_a_checkpoint_of_an_epoch():
+    """A run that resumes there generates them after it."""
+    objective = objective_of(generate_ahead=True, checkpoint={"per_epoch": 1})
+    answering(objective)
+    objective._rows = SimpleNamespace(prompt=lambda number: number)
+    # An epoch of three prompts has three steps.
+    assert [bool(objective._upcoming(prompts(step * SIZE))) for step in range(3)] == [True, True, False]

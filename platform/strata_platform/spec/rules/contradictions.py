@@ -264,12 +264,23 @@ def _formats(export: Export, adapter: Adapter) -> Iterator[Contradiction]:
 
 
 def _checkpoint(checkpoint: Checkpoint) -> Iterator[Contradiction]:
-    keep_every, every = checkpoint.keep_every, checkpoint.every
+    keep_every, every = checkpoint.keep_every, checkpoint.interval
     yield Contradiction(
-        keep_every is not None and keep_every % every != 0,
+        checkpoint.every is not None and checkpoint.per_epoch is not None,
+        ("checkpoint.per_epoch", "checkpoint.every"),
+        "contradicts checkpoint.every; give one of them",
+    )
+    yield Contradiction(
+        keep_every is not None and every is not None and keep_every % every != 0,
         ("checkpoint.keep_every", "checkpoint.every"),
         f"{keep_every} is not a multiple of checkpoint.every {every}, and no other step is saved; "
-        f"set it to one, for example {every * 10}",
+        f"set it to one, for example {(every or 1) * 10}",
+    )
+    yield Contradiction(
+        keep_every is not None and checkpoint.per_epoch is not None,
+        ("checkpoint.keep_every", "checkpoint.per_epoch"),
+        "keeps steps that are multiples of it, but checkpoint.per_epoch saves others; raise checkpoint.keep_last "
+        "instead, or set checkpoint.every in place of checkpoint.per_epoch",
     )
 
 

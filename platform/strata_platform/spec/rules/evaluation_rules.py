@@ -37,12 +37,17 @@ def _evaluation(evaluation: Evaluation, checkpoint: Checkpoint) -> Iterator[Cont
     }
     yield from (
         Contradiction(
-            given and evaluation.every is None,
-            (field, "evaluation.every"),
-            f"set, but evaluation.every is not, so that nothing is evaluated during training; set evaluation.every, or "
-            f"leave {field} out",
+            given and evaluation.asked_by is None,
+            (field, "evaluation.every", "evaluation.per_epoch"),
+            "set, but neither evaluation.every nor evaluation.per_epoch is, so that nothing is evaluated during "
+            f"training; set one of them, or leave {field} out",
         )
         for field, given in dependent.items()
+    )
+    yield Contradiction(
+        evaluation.every is not None and evaluation.per_epoch is not None,
+        ("evaluation.per_epoch", "evaluation.every"),
+        "contradicts evaluation.every; give one of them",
     )
     yield Contradiction(
         evaluation.early_stopping_threshold > 0 and evaluation.early_stopping_patience is None,
@@ -70,11 +75,11 @@ def _during(spec: RunSpec) -> Iterator[Contradiction]:
     evaluation, parallel = spec.evaluation, spec.parallel
     sources = spec.data.single_sources()
     yield Contradiction(
-        evaluation.every is not None
+        evaluation.asked_by is not None
         and not any(source.validation_only or source.data.validation_fraction for source in sources),
-        ("evaluation.every", "data.validation_fraction"),
+        (evaluation.asked_by or "evaluation.every", "data.validation_fraction"),
         "set, but data.validation_fraction 0 holds no rows out to evaluate on; set data.validation_fraction or "
-        "data.validation_source, or leave evaluation.every out",
+        f"data.validation_source, or leave {evaluation.asked_by} out",
     )
     sharded = parallel.type == "fsdp" or (parallel.type == "deepspeed" and parallel.stage == 3)
     yield Contradiction(

@@ -194,11 +194,18 @@ def _resume(spec: RunSpec, objective: Grpo) -> Iterator[Contradiction]:
     """A run that resumes between steps that share answers, or their weights, would generate others."""
     checkpoint, faults = spec.checkpoint, spec.faults
     count, ahead = objective.num_iterations, objective.generate_ahead
+    every = checkpoint.interval or count
     yield Contradiction(
-        count > 1 and checkpoint.every % count != 0,
+        every % count != 0,
         ("checkpoint.every", "objective.num_iterations"),
-        f"{checkpoint.every} is not a multiple of objective.num_iterations {count}: a run that resumes in between "
-        f"would generate other answers; set it to one, for example {count * max(1, checkpoint.every // count)}",
+        f"{every} is not a multiple of objective.num_iterations {count}: a run that resumes in between "
+        f"would generate other answers; set it to one, for example {count * max(1, every // count)}",
+    )
+    yield Contradiction(
+        count > 1 and checkpoint.per_epoch is not None,
+        ("checkpoint.per_epoch", "objective.num_iterations"),
+        f"may save between the {count} steps of objective.num_iterations, and a run that resumes there would generate "
+        f"other answers; set checkpoint.every to a multiple of {count} instead",
     )
     yield Contradiction(
         count > 1 and ahead,

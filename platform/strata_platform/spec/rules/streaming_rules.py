@@ -39,6 +39,15 @@ def streaming_rules(spec: RunSpec) -> Iterator[Contradiction]:
         "begins before the rows are counted, so epochs cannot be converted to steps; set training.steps, or "
         "data.streaming to false",
     )
+    yield from (
+        Contradiction(
+            data.streaming and value is not None,
+            (f"{section}.per_epoch", "data.streaming"),
+            "set, but data.streaming begins before the rows are counted, so the steps of an epoch are not known; set "
+            f"{section}.every instead, or data.streaming to false",
+        )
+        for section, value in (("checkpoint", spec.checkpoint.per_epoch), ("evaluation", spec.evaluation.per_epoch))
+    )
     holding = [field for field, fraction in _held_out(data) if fraction > 0]
     yield Contradiction(
         data.streaming and spec.evaluation.every is not None and bool(holding),

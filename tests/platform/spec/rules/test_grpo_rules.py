@@ -1,5 +1,7 @@
 """What contradicts `objective.type: grpo`, and how the spec of one is completed."""
 
+from fractions import Fraction
+
 import pytest
 
 from strata_platform.errors import SpecError
@@ -56,6 +58,7 @@ CONTRADICTIONS = [
     ({"beta": 0.1}, LORA | {"adapter": {"type": "lora", "init_from": "old"}}, "objective.beta", "another model"),
     ({"beta": 0.1}, LORA | {"adapter": {"type": "lora", "modules_to_save": ["lm_head"]}}, "objective.beta", "another"),
     ({"num_iterations": 4}, {}, "checkpoint.every", "not a multiple of objective.num_iterations 4"),
+    ({"num_iterations": 2}, {"checkpoint": {"per_epoch": 1}}, "checkpoint.per_epoch", "to a multiple of 2 instead"),
     ({"num_iterations": 2}, {"checkpoint": {"on_sigterm": "save"}}, "checkpoint.on_sigterm", "would generate others"),
     (AHEAD | {"num_iterations": 2}, {}, "objective.generate_ahead", "older than one step anyway"),
     (AHEAD, {"resources": {"time_limit": 60}}, "resources.time_limit", "leave it out, or set objective.generate_ahead"),
@@ -107,7 +110,7 @@ def test_other_objectives_do_not_read_prompts():
 def test_a_spec_is_completed():
     spec = make({"num_iterations": 2}, training={"gradient_accumulation_steps": 3})
     assert not spec.data.packing
-    assert spec.steps_per_row == 8 * 2 / 24
+    assert spec.steps_per_row == Fraction(8 * 2, 24)
     assert spec.peak_lr == 0.05 * RunSpec().peak_lr
     assert RunSpec.model_validate(
         {"data": spec.data, "objective": {"type": "grpo", "rewards": [REWARD], "group_size": 6}}
