@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import signal
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -25,10 +24,10 @@ from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
 from strata_platform.outcomes import PREEMPTED
 from strata_platform.spec import RunSpec
 from tasks.paths import directory, fetched, is_local
+from tasks.pod_log import pod_log
 from tasks.runtime.metrics import startup
 from tasks.runtime.process.error_explanations import MemoryKills
 from tasks.runtime.process.forks import prepare_to_fork
-from tasks.runtime.run_folder.kept_logs import kept_logs
 from tasks.steps.train_step import (
     described,
     end_stopped_pod,
@@ -63,7 +62,7 @@ class TrainingTask(PytorchElasticFunctionTask):
 
     def _execute(self, **kwargs: Any) -> Any:
         startup.mark_pod()
-        with nullcontext() if is_local() else kept_logs(kwargs["spec"]):
+        with pod_log(kwargs["spec"]):
             return self._train(**kwargs)
 
     def _train(self, **kwargs: Any) -> Any:

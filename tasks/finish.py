@@ -14,9 +14,9 @@ from strata_platform.pod_settings import RETRIES
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.attempts import retried_by_flyte
 from tasks.paths import directory, fetched, file, is_local, is_stored
+from tasks.pod_log import pod_log
 from tasks.runtime.process import forks
 from tasks.runtime.process.log import configure_logging
-from tasks.runtime.run_folder.kept_logs import kept_logs
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.steps import finish_step as steps
 
@@ -33,7 +33,7 @@ class Exported(NamedTuple):
 def finish(spec: RunSpec, record: CompletionRecord, weights: FlyteDirectory, data: FlyteDirectory) -> Exported:
     """Evaluate a complete run, and write the model, the report and the record. The report is also the task's Deck."""
     configure_logging()
-    with nullcontext() if is_local() else kept_logs(spec), retried_by_flyte(), _fork_server():
+    with pod_log(spec), retried_by_flyte(), _fork_server():
         done = steps.finish(spec, record, fetched(weights), fetched(data))
     Deck("Training", done.report)
     outputs = Exported(directory(done.folder.model), file(done.folder.report), file(done.folder.record))

@@ -11,9 +11,11 @@ from flytekit.types.directory import FlyteDirectory
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.attempts import retried_by_flyte
 from tasks.paths import directory, fetched, is_local, is_stored
+from tasks.pod_log import pod_log
 from tasks.resources import CONTROL_TASK, PREPARE_TASK
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.run_folder import format_versions
+from tasks.runtime.run_folder.folder import data_folder
 from tasks.steps import prepare_step as steps
 from tasks.steps.prepare_step import Planned
 from tasks.topology import task_for
@@ -36,37 +38,47 @@ def plan(spec: RunSpec) -> Planned:
     return steps.plan(spec, local=is_local())
 
 
-@task(**PREPARE_TASK, cache=Cache(version=str(format_versions.DATA), ignored_inputs=("output",)))
-def prepare(recipe: DataRecipe, output: str, url: str) -> Prepared:
-    """Tokenize and pack; with a URL only plan it. Flyte caches the result by the recipe, so runs with it share it."""
+@task(**PREPARE_TASK, cache=Cache(version=str(format_versions.DATA), ignored_inputs=("output", "spec")))
+def prepare(recipe: DataRecipe, output: str, url: str, spec: RunSpec) -> Prepared:
+    """Tokenize and pack; with a URL only plan it. Flyte caches the result by the recipe, so runs with it share it.
+
+    spec: the run that has it prepared, where this pod's log is kept. The result does not depend on it.
+    """
     configure_logging()
-    with retried_by_flyte():
-        folder, shares = steps.prepare(recipe, output, url)
-    data = directory(folder)
-    if not url and not is_local():
-        steps.note_stored(folder, str(data.remote_source))
-    return Prepared(data, shares)
+    with pod_log(spec, data_folder(output, recipe)):
+        with retried_by_flyte():
+            folder, shares = steps.prepare(recipe, output, url)
+        data = directory(folder)
+        if not url and not is_local():
+            steps.note_stored(folder, str(data.remote_source))
+        return Prepared(data, shares)
 
 
-def found(planned: Planned) -> FlyteDirectory | None:
+def found(planned: Planned, spec: RunSpec) -> FlyteDirectory | None:
     """Prepared data that an earlier run with this recipe and output folder stored, if they are still there."""
-    address = None if is_local() else steps.stored_data(planned)
-    return FlyteDirectory.from_source(address) if address and is_stored(address) else None
+    if is_local():
+        return None
+    address = steps.stored_data(planned)
+    if address is not None and not is_stored(address):
+        address = None
+    steps.name_data(spec, planned, address)
+    return FlyteDirectory.from_source(address) if address else None
 
 
 @task(**PREPARE_TASK)
-def prepare_share(data: FlyteDirectory, share: str) -> int:
+def prepare_share(data: FlyteDirectory, share: str, spec: RunSpec) -> int:
     """Prepare a range of parts, without those that are done, and write them to the store. Returns their number."""
     configure_logging()
-    with retried_by_flyte():
+    with pod_log(spec), retried_by_flyte():
         return steps.prepare_share(fetched(data), share)
 
 
 @task(**CONTROL_TASK)
-def complete(data: FlyteDirectory, prepared: list[int]) -> FlyteDirectory:
+def complete(data: FlyteDirectory, prepared: list[int], spec: RunSpec) -> FlyteDirectory:
     """Write the manifests after all parts. `prepared` only makes Flyte wait for them."""
     configure_logging()
-    folder = fetched(data)
-    with retried_by_flyte():
-        steps.complete(folder)
-    return directory(folder)
+    with pod_log(spec):
+        folder = fetched(data)
+        with retried_by_flyte():
+            steps.complete(folder)
+        return directory(folder)

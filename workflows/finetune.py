@@ -9,6 +9,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from strata_platform.spec import RunSpec
 from tasks.finish import Exported, finish, finished
+from tasks.pod_log import pod_log
 from tasks.prepare import complete, found, plan, prepare, prepare_share
 from tasks.resources import CONTROL_TASK, overrides, with_scheduling
 from tasks.topology import task_for
@@ -30,12 +31,13 @@ def finetune(spec: RunSpec = DEFAULT) -> Exported:
 @dynamic(**CONTROL_TASK, node_dependency_hints=[prepare])
 def start(spec: RunSpec) -> Exported:
     """Plan the run and start what is left of it: nothing, if it has finished before."""
-    planned = plan(spec)
-    if (outputs := finished(spec, planned.recipe)) is not None:
-        return outputs
-    data = found(planned)
+    with pod_log(spec):
+        planned = plan(spec)
+        if (outputs := finished(spec, planned.recipe)) is not None:
+            return outputs
+        data = found(planned, spec)
     if data is None:
-        prepared = prepare(recipe=planned.recipe, output=planned.output, url=planned.url)
+        prepared = prepare(recipe=planned.recipe, output=planned.output, url=planned.url, spec=spec)
         if planned.url:
             return train_on_parts(spec=spec, data=prepared.data, shares=prepared.shares)
         data = prepared.data
@@ -50,7 +52,8 @@ def train_on_parts(spec: RunSpec, data: FlyteDirectory, shares: list[str]) -> Ex
     """
     completed = data
     if shares:
-        completed = complete(data=data, prepared=map_task(partial(prepare_share, data=data))(share=shares))
+        counts = map_task(partial(prepare_share, data=data, spec=spec))(share=shares)
+        completed = complete(data=data, prepared=counts, spec=spec)
     return _train_and_finish(spec, read=data if spec.data.streaming else completed, data=completed)
 
 

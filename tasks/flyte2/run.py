@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import nullcontext
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import flyte
 import flyte.report
@@ -18,6 +19,7 @@ from tasks.flyte2.final_errors import final_unless_retried
 from tasks.flyte2.pod_overrides import IMAGE, size
 from tasks.runtime.metrics import startup
 from tasks.runtime.process.log import configure_logging
+from tasks.runtime.run_folder.folder import data_folder
 from tasks.runtime.run_folder.kept_logs import kept_logs
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.steps import finish_step, prepare_step
@@ -55,15 +57,20 @@ class Exported(NamedTuple):
     record: File
 
 
+def pod_log(spec: RunSpec, data: Path | None = None) -> AbstractContextManager[Any]:
+    """Keep the log of this pod in the run's folder, and beside the `data` that it prepares; not on one machine."""
+    return nullcontext() if is_local() else kept_logs(spec, data=data)
+
+
 # All are coroutines that block. Flyte runs them in the main thread of their pod, where they get SIGTERM, and other
 # functions in another thread.
 
 
 @preparing.task(retries=RETRIES)
-async def prepare(recipe: DataRecipe, output: str, url: str) -> Prepared:
-    """Tokenize and pack; with a URL only plan it."""
+async def prepare(recipe: DataRecipe, output: str, url: str, spec: RunSpec) -> Prepared:
+    """Tokenize and pack; with a URL only plan it. spec: the run that has it prepared, where the log is kept."""
     configure_logging()
-    with final_unless_retried():
+    with final_unless_retried(), pod_log(spec, data_folder(output, recipe)):
         folder, shares = prepare_step.prepare(recipe, output, url)
         data = await stored(folder)
         if not url and not is_local():
@@ -72,18 +79,18 @@ async def prepare(recipe: DataRecipe, output: str, url: str) -> Prepared:
 
 
 @preparing.task(retries=RETRIES)
-async def prepare_share(data: Dir, share: str) -> int:
+async def prepare_share(data: Dir, share: str, spec: RunSpec) -> int:
     """Prepare a range of parts, without those that are done, and write them to the store. Returns their number."""
     configure_logging()
-    with final_unless_retried():
+    with final_unless_retried(), pod_log(spec):
         return prepare_step.prepare_share(await fetched(data), share)
 
 
 @control.task(retries=RETRIES)
-async def complete(data: Dir) -> Dir:
+async def complete(data: Dir, spec: RunSpec) -> Dir:
     """Write the manifests after all parts."""
     configure_logging()
-    with final_unless_retried():
+    with final_unless_retried(), pod_log(spec):
         folder = await fetched(data)
         prepare_step.complete(folder)
         return await stored(folder)
@@ -96,7 +103,7 @@ async def train(spec: RunSpec, data: Dir) -> Trained:
     with final_unless_retried():
         folder = await fetched(data)
         startup.mark("data")
-        with nullcontext() if is_local() else kept_logs(spec) as keep_the_rest:
+        with pod_log(spec) as keep_the_rest:
             record, weights = train_in_pod(spec, folder, keep_the_rest)
         # The processes are gone, so the GPUs are idle while the store is waited for.
         return Trained(record, await stored(weights))
@@ -108,7 +115,7 @@ async def finish(spec: RunSpec, record: CompletionRecord, weights: Dir, data: Di
     configure_logging()
     with final_unless_retried():
         folders = await fetched(weights), await fetched(data)
-        with nullcontext() if is_local() else kept_logs(spec):
+        with pod_log(spec):
             done = finish_step.finish(spec, record, *folders)
         await flyte.report.replace.aio(done.report)
         outputs = Exported(
@@ -131,12 +138,15 @@ def plan(spec: RunSpec) -> prepare_step.Planned:
     return prepare_step.plan(spec, local=is_local())
 
 
-async def found(planned: prepare_step.Planned) -> Dir | None:
+async def found(planned: prepare_step.Planned, spec: RunSpec) -> Dir | None:
     """Prepared data that an earlier run with this recipe and output folder stored, if they are still there."""
-    address = None if is_local() else prepare_step.stored_data(planned)
-    if address is None or not await Dir.from_existing_remote(address).exists():
+    if is_local():
         return None
-    return Dir.from_existing_remote(address)
+    address = prepare_step.stored_data(planned)
+    if address is not None and not await Dir.from_existing_remote(address).exists():
+        address = None
+    prepare_step.name_data(spec, planned, address)
+    return Dir.from_existing_remote(address) if address else None
 
 
 async def finished(spec: RunSpec, recipe: DataRecipe) -> Exported | None:

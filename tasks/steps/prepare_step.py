@@ -15,6 +15,7 @@ from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.run_spec import Resources, Topology
 from tasks.runtime.run_folder import format_versions
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
+from tasks.runtime.run_folder.kept_logs import take_over_logs
 from tasks.steps.plan_checks import check_plan
 from tasks.steps.retry import retried
 
@@ -122,6 +123,20 @@ def stored_data(planned: Planned) -> str | None:
     """
     note = _address_of(data_folder(planned.output, planned.recipe))
     return None if planned.url or not note.exists() else note.read_text(encoding="utf-8")
+
+
+def name_data(spec: RunSpec, planned: Planned, address: str | None) -> None:
+    """Log which data the run reads, and take over the log of their preparation if another run had them prepared.
+
+    address: where they are stored; None if a task prepares them, unless Flyte's cache has what it returned before.
+    """
+    name = planned.recipe.hash()
+    if address:
+        log.info("the data of recipe %s are reused, which an earlier run has stored at %s", name, address)
+    else:
+        log.info("the data of recipe %s are prepared by the next task, unless Flyte has its result already", name)
+    if address or planned.url:
+        take_over_logs(spec, data_folder(planned.output, planned.recipe))
 
 
 def _address_of(folder: Path) -> Path:

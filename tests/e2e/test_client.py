@@ -15,10 +15,25 @@ from pathlib import Path
 import pytest
 
 from strata_platform.backends.flyte_messages import NAME, OWNER, spec_inputs
+from strata_platform.backends.local import LocalBackend
+from strata_platform.client import Client
 from strata_platform.errors import BackendError, RunExists, RunNotFound
 from strata_platform.runs import Phase, Stage
 from tasks.runtime.run_folder.record import CompletionRecord
-from tests.e2e.helpers.cluster import DOMAIN, MIDDLE, NO_ROOM, PATIENCE, PROJECT, ROOT, SPEC, Run, beside, named, until
+from tests.e2e.helpers.cluster import (
+    DOMAIN,
+    MIDDLE,
+    NAMESPACE,
+    NO_ROOM,
+    PATIENCE,
+    PROJECT,
+    ROOT,
+    SPEC,
+    Run,
+    beside,
+    named,
+    until,
+)
 
 STEPS = SPEC["training"]["steps"]
 
@@ -73,6 +88,55 @@ def test_events_have_those_of_flyte_kubernetes_and_kueue(strata, preempted):
     phases = [event.message.partition(":")[0] for event in events if event.reason == "Startup"]
     assert phases[:6] == ["queue", "job's controller", "scheduler", "volumes", "image", "container"]
     assert phases[-2:] == ["first step", "second step"]
+
+
+SMALL = {
+    "topology": {"nnodes": 1},
+    "parallel": {"type": "single"},
+    "training": {"steps": 2},
+    "checkpoint": {"every": 2},
+}
+
+
+def kept_after_its_pods(cluster, run, folder):
+    """The lines that are kept of a run once its pods are removed, from a copy of its folder."""
+    run.until_done()
+    cluster.core.delete_collection_namespaced_pod(NAMESPACE, label_selector=f"execution-id={run.id}")
+    until("its pods are removed", lambda: not run.pods())
+    where = f"{run.spec.output}/{run.spec.name}/logs"
+    (folder / "logs").mkdir(parents=True)
+    for name in cluster.window("ls", where).split():
+        (folder / "logs" / name).write_text(cluster.window("cat", f"{where}/{name}"))
+    return list(Client(LocalBackend(folder / "names")).logs(str(folder)))
+
+
+def test_what_removed_pods_said_that_planned_and_prepared_stays_readable(cluster, tmp_path):
+    # No other run has data of this seed.
+    seed = time.time_ns() % 2**31
+    first = cluster.submit("prepared", seed=seed, **SMALL)
+    lines = kept_after_its_pods(cluster, first, tmp_path / "first")
+    (planned,) = [line for line in lines if line.text.startswith("the data of recipe")]
+    (done,) = [line for line in lines if line.text.startswith("prepared in ")]
+    assert "are prepared by the next task" in planned.text and planned.rank is None and done.rank is None
+    assert len({planned.source, done.source}) == 2
+    assert any(line.text.startswith("validation loss") for line in lines)
+    # Another run of these data has no such pod.
+    second = cluster.submit("reused", seed=seed, **SMALL)
+    lines = kept_after_its_pods(cluster, second, tmp_path / "second")
+    assert any(line.text.startswith("the data of recipe") and "are reused" in line.text for line in lines)
+    assert done in lines
+
+
+def test_data_that_are_rejected_leave_the_log_of_the_pod_that_rejected_them(cluster, tmp_path):
+    file = f"{SPEC['output']}/rejected-{time.time_ns()}.jsonl"
+    rows = '{"text": "a text"}\\n' * 60 + '{"text": 7}\\n'
+    cluster.window("sh", "-c", f"mkdir -p {SPEC['output']} && printf '{rows}' > {file}")
+    run = cluster.submit(
+        "rejected", data={"source": file, "max_samples": None}, objective={"type": "pretrain"}, **SMALL
+    )
+    lines = kept_after_its_pods(cluster, run, tmp_path)
+    assert any(line.text.startswith("Traceback") for line in lines)
+    assert any("ValueError" in line.text and file in line.text for line in lines)
 
 
 def test_outputs_are_fetched(strata, preempted, tmp_path):

@@ -13,7 +13,7 @@ import pytest
 
 from strata_platform import kept_log
 from strata_platform.pod_settings import GRACE_SECONDS, RETRIES
-from strata_platform.spec import RunSpec
+from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.process.error_explanations import MemoryKills
 from tasks.runtime.run_folder import kept_logs
 from tasks.runtime.run_folder.record import CompletionRecord
@@ -181,7 +181,7 @@ def test_how_a_pod_ends(how, said, tmp_path):
     assert said in ended.stdout, ended.stderr
 
 
-def test_a_pod_that_trains_or_evaluates_keeps_its_log(flyte_2, tmp_path, monkeypatch):
+def test_a_pod_of_any_task_keeps_its_log(flyte_2, tmp_path, monkeypatch):
     from tasks.flyte2 import run
 
     class Folder:
@@ -198,12 +198,19 @@ def test_a_pod_that_trains_or_evaluates_keeps_its_log(flyte_2, tmp_path, monkeyp
         monkeypatch.setattr(module, "configure_logging", lambda: None)
     monkeypatch.setattr(run, "train_in_pod", fail)
     monkeypatch.setattr(run.finish_step, "finish", fail)
+    for name in ("prepare", "prepare_share", "complete"):
+        monkeypatch.setattr(run.prepare_step, name, lambda *_: fail(current))
+    recipe = DataRecipe.from_spec(RunSpec())
     for name, function, arguments in (
         ("one", run.train.func, {"data": Folder()}),
         ("two", run.finish.func, {"record": None, "weights": Folder(), "data": Folder()}),
+        ("three", run.prepare.func, {"recipe": recipe, "output": str(tmp_path), "url": ""}),
+        ("four", run.prepare_share.func, {"data": Folder(), "share": "0:0-1"}),
+        ("five", run.complete.func, {"data": Folder()}),
     ):
+        current = RunSpec(name=name, output=str(tmp_path))
         with pytest.raises(Exception, match=f"{name} failed"):
-            asyncio.run(function(spec=RunSpec(name=name, output=str(tmp_path)), **arguments))
+            asyncio.run(function(spec=current, **arguments))
         (file,) = (tmp_path / name / "logs").iterdir()
         assert kept_log.parse(file.name, file.read_bytes())[-1].text == f"ValueError: {name} failed"
 
@@ -362,7 +369,8 @@ def test_a_folder_that_cannot_be_handed_over_ends_a_task_for_good(name, flyte_2,
     monkeypatch.setattr(flyte_2.run.prepare_step, "prepare", lambda *_: (Path("/lost"), []))
     monkeypatch.setattr(flyte_2.run, "configure_logging", lambda: None)
     arguments = {
-        "prepare": (None, "out", ""), "prepare_share": (Denied(), "share"), "complete": (Denied(),),
+        "prepare": (DataRecipe.from_spec(RunSpec()), "out", "", RunSpec()), "complete": (Denied(), RunSpec()),
+        "prepare_share": (Denied(), "share", RunSpec()),
         "train": (RunSpec(), Denied()), "finish": (RunSpec(), None, Denied(), Denied()),
     }[name]  # fmt: skip
     with pytest.raises(NonRecoverableError, match=r"denied|/lost is to be stored"):

@@ -72,10 +72,10 @@ def test_a_map_task_prepares_shares_into_a_store_that_training_reads(tmp_path: P
     section = {"source": str(tmp_path / "rows.jsonl"), "sequence_length": 64, "prepared_url": s3}
     spec = RunSpec.model_validate({"data": section, "objective": {"type": "pretrain"}, "output": str(tmp_path / "out")})
     planned = prepare.plan(spec=spec)
-    begun = prepare.prepare(recipe=planned.recipe, output=planned.output, url=planned.url)
+    begun = prepare.prepare(recipe=planned.recipe, output=planned.output, url=planned.url, spec=spec)
     assert len(begun.shares) > 2 and begun.shares[:2] == ["0:0-2", "0:3-5"]
-    counts = map_task(partial(prepare.prepare_share, data=begun.data))(share=begun.shares)
-    completed = Path(prepare.complete(data=begun.data, prepared=counts).path)
+    counts = map_task(partial(prepare.prepare_share, data=begun.data, spec=spec))(share=begun.shares)
+    completed = Path(prepare.complete(data=begun.data, prepared=counts, spec=spec).path)
     assert not list(completed.glob("*.safetensors"))
     found = data.open_prepared(completed, spec.data)
     alone = data.prepare(planned.recipe, tmp_path / "alone", report=lambda line: None)
@@ -84,7 +84,7 @@ def test_a_map_task_prepares_shares_into_a_store_that_training_reads(tmp_path: P
     for index in range(len(found.train)):
         assert torch.equal(found.train[index]["labels"], alone.train[index]["labels"])
     # A task that is repeated finds all parts done.
-    assert prepare.prepare(recipe=planned.recipe, output=planned.output, url=planned.url).shares == []
+    assert prepare.prepare(recipe=planned.recipe, output=planned.output, url=planned.url, spec=spec).shares == []
 
 
 def test_a_map_task_prepares_the_shares_of_several_sources(tmp_path: Path, s3: str, monkeypatch):
@@ -112,7 +112,7 @@ def test_a_map_task_prepares_the_shares_of_several_sources(tmp_path: Path, s3: s
         }
     )
     planned = prepare.plan(spec=spec)
-    begun = prepare.prepare(recipe=planned.recipe, output=planned.output, url=planned.url)
+    begun = prepare.prepare(recipe=planned.recipe, output=planned.output, url=planned.url, spec=spec)
     # The rows for evaluation are there; the two sources take turns.
     assert [share.partition(":")[0] for share in begun.shares[:4]] == ["0", "1", "0", "1"]
     # As a pod has it that trains at the same time: nothing but the folder and the store.
@@ -120,8 +120,8 @@ def test_a_map_task_prepares_the_shares_of_several_sources(tmp_path: Path, s3: s
     shutil.copytree(begun.data.download(), copy)
     growing = data.open_prepared(copy, spec.data)
     assert isinstance(growing, GrowingMixture) and len(growing.validation_by_source()[2]) > 0
-    counts = map_task(partial(prepare.prepare_share, data=begun.data))(share=begun.shares)
-    completed = Path(prepare.complete(data=begun.data, prepared=counts).path)
+    counts = map_task(partial(prepare.prepare_share, data=begun.data, spec=spec))(share=begun.shares)
+    completed = Path(prepare.complete(data=begun.data, prepared=counts, spec=spec).path)
     assert not list(completed.rglob("*.safetensors"))
     alone = data.prepare(planned.recipe, tmp_path / "alone" / "mixture", report=lambda line: None)
     for found in (data.open_prepared(completed, spec.data), growing.completed()):
@@ -129,7 +129,7 @@ def test_a_map_task_prepares_the_shares_of_several_sources(tmp_path: Path, s3: s
         for index in range(len(found.train)):
             assert torch.equal(found.train[index]["labels"], alone.train[index]["labels"])
     # A task that is repeated finds all parts done.
-    assert prepare.prepare(recipe=planned.recipe, output=planned.output, url=planned.url).shares == []
+    assert prepare.prepare(recipe=planned.recipe, output=planned.output, url=planned.url, spec=spec).shares == []
 
 
 def test_another_execution_of_a_run_reads_the_commit_of_the_first(tmp_path, monkeypatch):

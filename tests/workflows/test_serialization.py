@@ -190,7 +190,9 @@ def test_rendezvous_waits_for_slow_pods():
 def test_prepared_data_is_cached_by_the_recipe_alone(registered):
     prepare = registered["tasks.prepare.prepare"]
     assert prepare.metadata.discoverable
-    assert set(prepare.interface.inputs) == {"recipe", "output", "url"}
+    assert set(prepare.interface.inputs) == {"recipe", "output", "url", "spec"}
+    # The run that has it prepared is told for its log alone.
+    assert set(prepare.metadata.cache_ignore_input_vars) == {"output", "spec"}
     assert prepare.interface.outputs["data"].type.blob.dimensionality == BlobType.BlobDimensionality.MULTIPART
     assert not any(
         registered[name].metadata.discoverable

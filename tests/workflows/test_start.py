@@ -1,15 +1,19 @@
 """The first task of a run starts what is left of it: neither data that are stored, nor a run that has finished."""
 
 import json
+import logging
+import sys
 
 import fsspec
 import pytest
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
 
+from strata_platform import kept_log
 from strata_platform.spec import RunSpec
 from tasks import finish, prepare
-from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.run_folder import kept_logs
+from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tasks.steps.finish_step import stored_outputs
 from tests.workflows.test_serialization import compiled_by
 from workflows.finetune import start
@@ -18,7 +22,7 @@ from workflows.finetune import start
 @pytest.fixture
 def spec(tmp_path, monkeypatch):
     """A run on a cluster, whose object store is in memory."""
-    for module in (prepare, finish):
+    for module in (prepare, finish, kept_logs):
         # It would take the loggers from the tests that follow.
         monkeypatch.setattr(module, "configure_logging", lambda: None)
     monkeypatch.delenv("STRATA_QUEUES", raising=False)
@@ -48,7 +52,7 @@ PREPARE = "tasks.prepare.prepare"
 def test_data_are_prepared_once_for_all_runs_that_read_them(spec):
     assert set(started(spec)[0]) == {PREPARE, *TRAINING}
     planned = prepare.plan(spec)
-    stored = prepare.prepare.task_function(planned.recipe, planned.output, planned.url).data.remote_source
+    stored = prepare.prepare.task_function(planned.recipe, planned.output, planned.url, spec).data.remote_source
     other = spec.model_copy(update={"name": "other", "optimizer": spec.optimizer.model_copy(update={"lr": 1e-5})})
     nodes, _ = started(other)
     assert set(nodes) == TRAINING
@@ -58,6 +62,94 @@ def test_data_are_prepared_once_for_all_runs_that_read_them(spec):
     assert PREPARE in started(spec.model_copy(update={"data": spec.data.model_copy(update={"sequence_length": 64})}))[0]
     STORE.rm(stored, recursive=True)
     assert set(started(other)[0]) == {PREPARE, *TRAINING}
+
+
+def said(folder):
+    """The lines of each log that is kept in a folder, by the name of its file."""
+    return {path.name: texts(path) for path in sorted(folder.glob("*.jsonl"))}
+
+
+def texts(path):
+    """Without the warning that pytest's folder is not on a volume."""
+    found = [line.text for line in kept_log.parse(path.name, path.read_bytes())]
+    return [text for text in found if "is on the pod's own disk" not in text]
+
+
+def prepared_by(spec, pod, monkeypatch):
+    """The task that prepares, in a pod of its own."""
+    monkeypatch.setenv("STRATA_POD", pod)
+    planned = prepare.plan(spec)
+    return prepare.prepare.task_function(planned.recipe, planned.output, planned.url, spec).data.remote_source
+
+
+@pytest.fixture
+def logged():
+    """The project's lines reach a stream that the log is kept of, as `configure_logging` has it in a pod."""
+    logger, handler = logging.getLogger("tasks"), logging.StreamHandler(sys.stdout)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    yield
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+def test_the_logs_of_pods_that_plan_and_prepare_are_kept_and_a_run_that_reuses_the_data_takes_them_over(
+    spec, tmp_path, monkeypatch, logged
+):
+    spec = spec.model_copy(update={"name": "first"})
+    monkeypatch.setenv("STRATA_POD", "first-n0-0")
+    started(spec)
+    stored = prepared_by(spec, "first-n0-0-dn0-0", monkeypatch)
+    # Of the same second, so in the order of the pods' names.
+    prepared, planned = sorted(said(RunFolder.of(spec).logs).items(), key=lambda item: item[0].partition("-")[2])
+    recipe = prepare.plan(spec).recipe
+    assert prepared[0].endswith("-first-n0-0-dn0-0.jsonl") and planned[0].endswith("-first-n0-0.jsonl")
+    assert f"the data of recipe {recipe.hash()} are prepared by the next task" in planned[1][-1]
+    assert any("rows.jsonl: format text" in line for line in prepared[1]) and "prepared in" in prepared[1][-1]
+    beside = data_folder(spec.output, recipe).with_name(f"{recipe.hash()}.logs")
+    assert said(beside) == dict([prepared])
+
+    url = f"memory://{tmp_path.name}/copies"
+    other = spec.model_copy(update={"name": "second", "checkpoint": spec.checkpoint.model_copy(update={"url": url})})
+    monkeypatch.setenv("STRATA_POD", "second-n0-0")
+    assert PREPARE not in started(other)[0]
+    kept = said(RunFolder.of(other).logs)
+    (own,) = [lines for name, lines in kept.items() if name.endswith("-second-n0-0.jsonl")]
+    assert own[0] == f"the data of recipe {recipe.hash()} are reused, which an earlier run has stored at {stored}"
+    assert kept[prepared[0]] == prepared[1] and len(kept) == 2
+    assert {name.rpartition("/")[2] for name in STORE.ls(f"{url}/second/logs", detail=False)} == set(kept)
+
+
+def test_a_run_that_is_rejected_and_data_that_cannot_be_prepared_leave_their_log(spec, tmp_path, monkeypatch):
+    wrong = spec.model_copy(
+        update={"name": "wrong", "data": spec.data.model_copy(update={"source": "/nowhere/rows.jsonl"})}
+    )
+    with pytest.raises(ValueError):
+        started(wrong)
+    ((_, lines),) = said(RunFolder.of(wrong).logs).items()
+    assert lines[0].startswith("Traceback") and "/nowhere/rows.jsonl" in lines[-1]
+
+    bad = spec.model_copy(update={"name": "bad"})
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(rows.read_text() + '{"text": 7}\n')
+    with pytest.raises(ValueError, match=r"rows\.jsonl"):
+        prepared_by(bad, "bad-n0-0-dn0-0", monkeypatch)
+    ((name, lines),) = said(RunFolder.of(bad).logs).items()
+    assert name.endswith("-bad-n0-0-dn0-0.jsonl") and any("ValueError" in line for line in lines)
+    assert said(data_folder(bad.output, prepare.plan(bad).recipe).with_name(f"{prepare.plan(bad).recipe.hash()}.logs"))
+
+
+def test_a_store_that_does_not_answer_costs_a_log_and_no_run(spec, monkeypatch, caplog, capsys):
+    def away(url, field):
+        raise ConnectionError(f"no route to {url}")
+
+    monkeypatch.setattr(kept_logs, "open_url", away)
+    url = "s3://me:word@bucket/runs"
+    spec = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"url": url})})
+    assert prepared_by(spec, "away-n0-0-dn0-0", monkeypatch)
+    assert "cannot be copied to" in caplog.text and "no route to s3://...@bucket" in caplog.text
+    assert "word" not in capsys.readouterr().out and len(said(RunFolder.of(spec).logs)) == 1
 
 
 def test_pods_that_prepare_large_data_are_started_by_a_task_that_knows_their_number(spec):

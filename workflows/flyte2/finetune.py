@@ -20,6 +20,7 @@ from tasks.flyte2.run import (
     finished,
     found,
     plan,
+    pod_log,
     prepare,
     prepare_share,
     train,
@@ -38,28 +39,29 @@ async def finetune(spec: RunSpec = DEFAULT) -> Exported:
         asked = spec.resources
         # Also a check: a task of Flyte 2 cannot have all that a spec may ask for.
         trains, evaluates = overrides(asked, trains=True), overrides(asked, gpus=1)
-        planned = await asyncio.to_thread(plan, spec)
-        if (outputs := await finished(spec, planned.recipe)) is not None:
-            return outputs
-        data, shares = await found(planned), []
+        with pod_log(spec):
+            planned = await asyncio.to_thread(plan, spec)
+            if (outputs := await finished(spec, planned.recipe)) is not None:
+                return outputs
+            data, shares = await found(planned, spec), []
         if data is None:
-            data, shares = await prepare(planned.recipe, planned.output, planned.url)
+            data, shares = await prepare(planned.recipe, planned.output, planned.url, spec)
 
         async def train_on(data: Dir) -> Trained:
             return Trained(*await train.override(**trains, plugin_config=job(spec.topology))(spec, data))
 
         if spec.data.streaming and not is_local():
             # Training does not wait for the parts: it finds them in the store.
-            trained, data = await asyncio.gather(train_on(data), _prepared(data, shares))
+            trained, data = await asyncio.gather(train_on(data), _prepared(spec, data, shares))
         else:
-            data = await _prepared(data, shares)
+            data = await _prepared(spec, data, shares)
             trained = await train_on(data)
         return Exported(*await finish.override(**evaluates)(spec, trained.record, trained.weights, data))
 
 
-async def _prepared(data: Dir, shares: list[str]) -> Dir:
+async def _prepared(spec: RunSpec, data: Dir, shares: list[str]) -> Dir:
     """The data after the shares that are left, each prepared in a pod of its own."""
     if not shares:
         return data
-    await asyncio.gather(*(prepare_share(data, share) for share in shares))
-    return await complete(data)
+    await asyncio.gather(*(prepare_share(data, share, spec) for share in shares))
+    return await complete(data, spec)

@@ -4,6 +4,8 @@ The first process of a pod copies the files that `process.kept_output` writes, i
 `logs/` of the run's folder, every `STORE_SECONDS` to `<checkpoint.url>/<name>/logs/`, and to both at its end. Of a pod
 that prints much, the first HEAD_BYTES and the newest TAIL_BYTES are kept. Nothing here ends a run: what cannot be kept
 is named once in the log.
+
+The log of a pod that prepares data is also kept beside them, because later runs read them without such a pod.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ from tasks.runtime.run_folder.folder import RunFolder
 log = logging.getLogger(__name__)
 
 VOLUME_SECONDS, STORE_SECONDS = 10.0, 60.0
+# After the first copy. The pauses double up to those above: a pod may be killed in its first seconds, as for memory.
+FIRST_SECONDS = 1.0
 # Of each start of a pod.
 HEAD_BYTES, TAIL_BYTES = 1 << 20, 3 << 20
 # Seconds that the end of a pod waits for its last copy.
@@ -47,6 +51,8 @@ LAST_SECONDS = 15.0
 # Newest lines that a new pod repeats of each earlier one, and of all; how many pods it looks at, and bytes of each.
 REPEATED_EACH, REPEATED = 200, 1000
 REPEATED_PODS, REPEATED_BYTES = 100, 1 << 18
+# Logs of the preparation of its data that a run takes over, the newest ones: of failed attempts, and of two at once.
+TAKEN_OVER = 10
 # More than the first line of a file has.
 HEADER_BYTES = 1 << 10
 
@@ -126,12 +132,13 @@ class _Place:
 
     def __init__(self, where: str, seconds: float, write: Callable[[bytes], object]) -> None:
         self._where, self._seconds, self._write = where, seconds, write
-        self._due, self._failed, self._written = 0.0, False, b""
+        self._due, self._pause, self._failed, self._written = 0.0, FIRST_SECONDS, False, b""
 
     def copy(self, content: bytes, *, now: bool) -> None:
         if content == self._written or not (now or time.monotonic() >= self._due):
             return
-        self._due = time.monotonic() + self._seconds
+        self._due = time.monotonic() + self._pause
+        self._pause = min(2 * self._pause, self._seconds)
         try:
             self._write(content)
             self._written, self._failed = content, False
@@ -161,11 +168,13 @@ class LogKeeper:
             log.warning("this pod's log is copied only when the pod ends: %s", error)
 
     def _copy_until_the_end(self) -> None:
+        pause = FIRST_SECONDS
         while True:
             try:
-                self._ended.get(timeout=VOLUME_SECONDS)
+                self._ended.get(timeout=pause)
             except queue.Empty:
                 self._copy(now=False)
+                pause = min(2 * pause, VOLUME_SECONDS)
             else:
                 self._copy(now=True)
                 return
@@ -191,11 +200,15 @@ class LogKeeper:
 
 
 @contextmanager
-def kept_logs(spec: RunSpec, rank: int | None = None) -> Iterator[Callable[[], object]]:
+def kept_logs(spec: RunSpec, rank: int | None = None, data: Path | None = None) -> Iterator[Callable[[], object]]:
     """Keep what this process and those that it starts print, until the end of the block, with its exception.
 
-    rank: which process of the run this one's own lines count as; None for none. Yields a function that ends it earlier,
-    for a process that ends without the end of the block.
+    Yields a function that ends it earlier, for a process that ends without the end of the block.
+
+    Args:
+        spec: The run of which this is a pod.
+        rank: Which process of the run this one's own lines count as; None for none.
+        data: The folder of the data that this pod prepares, beside which its log is kept, too.
     """
     configure_logging()
     pod = os.environ.get(POD_NAME) or socket.gethostname()
@@ -212,7 +225,11 @@ def kept_logs(spec: RunSpec, rank: int | None = None) -> Iterator[Callable[[], o
     os.environ[VARIABLE] = str(folder)
     end = keep_output(lambda: rank)
     attempt = next((int(value) for key in ATTEMPT_VARIABLES if (value := os.environ.get(key, "")).isdigit()), 0)
-    keeper = LogKeeper(folder, _places(spec, name), kept_log.header(pod, attempt))
+    places = _places(spec, name)
+    if data is not None:
+        beside = _logs_of(data)
+        places.append(_Place(str(beside), VOLUME_SECONDS, lambda content: _write(beside / name, content)))
+    keeper = LogKeeper(folder, places, kept_log.header(pod, attempt))
     keeper.start()
     try:
         yield keeper.close
@@ -235,13 +252,13 @@ def _nothing() -> None:
     return
 
 
-def _places(spec: RunSpec, name: str) -> list[_Place]:
+def _places(spec: RunSpec, name: str, *, warn: bool = True) -> list[_Place]:
     folder = RunFolder.of(spec)
     places = [_Place(str(folder.logs), VOLUME_SECONDS, lambda content: _write(folder.logs / name, content))]
     if spec.checkpoint.url:
         url = f"{spec.checkpoint.url.rstrip('/')}/{spec.name}/{LOGS}"
         places.append(_Place(url, STORE_SECONDS, lambda content: _store(url, name, content)))
-    elif _is_of_the_pod(Path(spec.output)):
+    elif warn and _is_of_the_pod(Path(spec.output)):
         log.warning(
             "this pod's log will be lost with the pod: output %s is on the pod's own disk; set output to a folder on a "
             "volume, or checkpoint.url",
@@ -271,6 +288,23 @@ def _store(url: str, name: str, content: bytes) -> None:
     files, root = open_url(url, "checkpoint.url")
     files.makedirs(root, exist_ok=True)
     files.pipe_file(f"{root.rstrip('/')}/{name}", content)
+
+
+def _logs_of(data: Path) -> Path:
+    """Where the logs of pods that prepared data are kept; beside the folder, so that the data stay as they are."""
+    return data.with_name(f"{data.name}.{LOGS}")
+
+
+def take_over_logs(spec: RunSpec, data: Path) -> None:
+    """Copy the logs of the pods that prepared `data`, for another run, to where this run's are kept. Never raises."""
+    try:
+        names = sorted(path.name for path in _logs_of(data).glob("*.jsonl") if kept_log.is_kept_log(path.name))
+        for name in names[-TAKEN_OVER:]:
+            content = (_logs_of(data) / name).read_bytes()
+            for place in _places(spec, name, warn=False):
+                place.copy(content, now=True)
+    except OSError as error:
+        log.warning("the log of the preparation of the data cannot be read: %s", error)
 
 
 def repeated_lines(spec: RunSpec) -> list[LogLine]:

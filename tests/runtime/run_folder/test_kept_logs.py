@@ -3,7 +3,9 @@
 import os
 import signal
 import socket
+import subprocess
 import sys
+import time
 
 import pytest
 
@@ -113,6 +115,25 @@ def test_a_pods_log_is_in_the_runs_folder_and_in_the_store_with_the_error_that_e
     (other,) = set(RunFolder.of(here).logs.iterdir()) - {file}
     assert other.name.endswith("Z-bot-w-0-0-x2z.jsonl")
     assert {line.source for line in kept_log.parse(other.name, other.read_bytes())} == {"bot-w-0-0-x2z"}
+
+
+def test_a_pod_that_is_killed_in_its_first_seconds_leaves_what_it_said_until_then(tmp_path):
+    program = (
+        "import sys, time\nfrom strata_platform.spec import RunSpec\n"
+        "from tasks.runtime.run_folder.kept_logs import kept_logs\n"
+        "with kept_logs(RunSpec(name='bot', output=sys.argv[1])):\n"
+        "    print('rows.jsonl is read', flush=True)\n    time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    with process:
+        while process.stdout.readline() not in ("rows.jsonl is read\n", ""):
+            pass
+        end = time.monotonic() + 0.7 * module.VOLUME_SECONDS
+        while not (found := list(tmp_path.glob("bot/logs/*.jsonl"))) and time.monotonic() < end:
+            time.sleep(0.1)
+        # As the kernel does for memory.
+        process.kill()
+    assert texts(found[0].read_bytes())[-1] == "rows.jsonl is read"
 
 
 def test_sigterm_while_the_end_is_copied_undoes_nothing(tmp_path, monkeypatch, capsys):
