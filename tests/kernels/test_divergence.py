@@ -354,7 +354,7 @@ def test_double_backward_is_refused(device) -> None:
         ({"temperature": 0.0}, "temperature 0.0 must be positive"),
         ({"normalized": True, "temperature": 2.0}, "divide before the softmax"),
         ({"reduction": "batchmean"}, "one of mean, sum, none"),
-        ({"reduction": "sum", "num_items": 3}, "contradicts"),
+        ({"reduction": "sum", "num_items": 3}, "has no divisor"),
     ],
     ids=str,
 )

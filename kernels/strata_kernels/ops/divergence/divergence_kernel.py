@@ -1,14 +1,14 @@
-"""The row kernel of divergences between two distributions over the vocabulary, and their gradient, in one launch.
+"""The general kernel of divergences: losses and gradients of rows of logits in one launch.
 
-Each row is split into parts of BLOCK logits. A row passes three phases, and each needs numbers of the whole row from
-the phase before: the log-sum-exp of both logits, then the loss and Σ p c, then the gradient p (c - Σ p c). Programs
-exchange these through 64-bit words of global memory, one per part, as in `cross_entropy.row_kernel`.
+Each row is split into parts of BLOCK logits. There are three phases, each of which needs reductions over the row from
+the phase before: log-sum-exp of both logits; loss and Σ p c; gradient p (c - Σ p c). Programs exchange partial
+reductions through 64-bit words of global memory, one per part, as in `cross_entropy.row_kernel`.
 
-With KEEP, a program holds its part in registers from phase to phase, so that each logit is read once: 6 bytes per pair
-of bf16 logits remain, two reads and one write. It waits for programs with higher numbers, up to the end of its row. A
-GPU starts programs in the order of their numbers, so those of the first unfinished row all run, if as many as a row has
-parts fit on the GPU at once. Without KEEP, program i takes part i through the first phase, part i - distance through
-the second and part i - 2 · distance through the third, and waits for lower numbers alone.
+With KEEP, one program computes all phases of a part and holds it in registers, so that each logit is read once: 6 bytes
+per pair of bf16 logits, two reads and one write. A program then waits for programs with higher ids, up to the end of
+its row. A GPU starts programs in the order of their ids, so this cannot deadlock if all programs of one row can be
+resident at once. Without KEEP, program i computes the first phase of part i, the second of part i - distance and the
+third of part i - 2 · distance, and waits only for lower ids.
 
 Names: i_n row, i_c part of the row, o_ offsets, p_ pointers, b_ blocks; z student, t teacher.
 """
@@ -33,7 +33,7 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 _LOWEST: tl.constexpr = tl.constexpr(-1e30)
 
-# What KIND may be.
+# Values of KIND.
 FORWARD_KL, REVERSE_KL, JSD, TVD = range(4)
 _FORWARD_KL: tl.constexpr = tl.constexpr(FORWARD_KL)
 _REVERSE_KL: tl.constexpr = tl.constexpr(REVERSE_KL)
@@ -45,7 +45,7 @@ def _load(
     p_x, i_n, stride, o_v, counted,
     V: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(logits of a part of row i_n; the same with softcap and temperature, far below all others beyond V columns)."""
+    """(logits of a part of row i_n; the same with softcap and temperature, very negative beyond V columns)."""
     m_v = (o_v < V) & _broadcast(counted, BLOCK)
     if SOFTCAP == 0.0 and TEMPERATURE == 1.0 and p_x.dtype.element_ty != tl.float16:
         b_x = tl.load(p_x + i_n.to(tl.int64) * stride + o_v, mask=m_v, other=_LOWEST)
@@ -56,20 +56,20 @@ def _load(
 
 @triton.jit
 def _publish(b_z, p_word, NARROW: tl.constexpr):
-    """Store maximum and Σ exp(z - maximum) of a part in its word."""
+    """Store the maximum and Σ exp(z - maximum) of a part in its word."""
     z_top = tl.max(b_z, 0)
     z_max = tl.maximum(z_top, _LOWEST)
-    # One multiply-add, whose constant is rounded, is exact enough for logits in 16 bits.
+    # One multiply-add with a rounded constant is accurate enough for 16-bit logits.
     b_below = b_z * _LOG2E - z_max * _LOG2E if NARROW else (b_z - z_max) * _LOG2E
     tl.store(p_word, _pack(z_top, _low_bits(tl.sum(tl.exp2(b_below), 0))))
 
 
 @triton.jit
 def _log_softmax(b_z, p_words, i_n, PARTS: tl.constexpr, PADDED: tl.constexpr, NARROW: tl.constexpr):
-    """Log-probabilities of a part to the base 2, from the words of its row.
+    """log2-probabilities of a part, from the words of its row.
 
-    Divergences are small differences of these, and would have the rounding of the logarithm of the sum in all terms
-    alike: unless logits are in 16 bits, its integer part and the rest are subtracted one after the other.
+    A divergence is a small difference of these, to which the rounding error of log2 of the sum would contribute in
+    every term. So, unless logits are 16-bit, exponent and fraction of the logarithm are subtracted separately.
     """
     o_c = tl.arange(0, PADDED)
     b_word = _wait_for_words(p_words + i_n * PARTS, PARTS, PADDED)
@@ -90,13 +90,13 @@ def _log_softmax(b_z, p_words, i_n, PARTS: tl.constexpr, PADDED: tl.constexpr, N
 
 @triton.jit
 def _terms(b_lp, b_lq, KIND: tl.constexpr, BETA: tl.constexpr, FAST: tl.constexpr):
-    """(p; c p; the loss's terms beside Σ c p) for log-probabilities of student and teacher to the base 2.
+    """(p, c p, other terms of the loss) from log2-probabilities of student and teacher.
 
-    c is dloss/dp up to a constant, which p (c - Σ p c) does not see, and up to the factor of `_factors`.
+    c is dloss/dp up to an additive constant, which cancels in p (c - Σ p c), and the factor in `_scaled`.
     """
     if KIND == _JSD:
-        # With the larger of p and q in front, nothing cancels where they are close, and nothing overflows. The bound
-        # keeps 0 times the logarithm of a ratio 0.
+        # In terms of max(p, q) and the ratio <= 1: no cancellation for p ≈ q, and no overflow. The bound avoids
+        # 0 · inf.
         b_d = b_lq - b_lp
         b_far = tl.minimum(tl.abs(b_d), 30000.0)
         b_ratio = exp2(-b_far, FAST)
@@ -116,7 +116,7 @@ def _terms(b_lp, b_lq, KIND: tl.constexpr, BETA: tl.constexpr, FAST: tl.constexp
     else:
         b_p = exp2(b_lp, FAST)
         b_q = exp2(b_lq, FAST)
-        # log(q / p); tokens that both rule out are equal.
+        # log2(q / p), 0 if both are -inf.
         b_d = tl.where(b_lp == b_lq, 0.0, b_lq - b_lp)
         b_rest = tl.zeros_like(b_p)
         if KIND == _FORWARD_KL:
@@ -132,7 +132,7 @@ def _terms(b_lp, b_lq, KIND: tl.constexpr, BETA: tl.constexpr, FAST: tl.constexp
 
 @triton.jit
 def _loss(of_p, rest, KIND: tl.constexpr, BETA: tl.constexpr):
-    """The loss of a part from the sums of its `_terms`."""
+    """The loss of a part, from its sums Σ c p and Σ of other `_terms`."""
     if KIND == _FORWARD_KL:
         loss = _LN2 * rest
     elif KIND == _REVERSE_KL:
@@ -148,7 +148,7 @@ def _loss(of_p, rest, KIND: tl.constexpr, BETA: tl.constexpr):
 
 @triton.jit
 def _scaled(scale, KIND: tl.constexpr, BETA: tl.constexpr):
-    """A row's scale times the factor between c of `_terms` and dloss/dp."""
+    """scale times the constant factor of c in `_terms`."""
     if KIND == _REVERSE_KL:
         scale = scale * _LN2
     elif KIND == _JSD:
@@ -158,7 +158,7 @@ def _scaled(scale, KIND: tl.constexpr, BETA: tl.constexpr):
 
 @triton.jit
 def _row_sum(p_words, PARTS: tl.constexpr, PADDED: tl.constexpr):
-    """Σ p c of a row; waits for all of its parts."""
+    """Σ p c of a row, after waiting for all of its parts."""
     b_word = _wait_for_words(p_words, PARTS, PADDED)
     b_sum = (b_word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     return tl.sum(tl.where(tl.arange(0, PADDED) < PARTS, b_sum, 0.0), 0)
@@ -168,7 +168,7 @@ def _row_sum(p_words, PARTS: tl.constexpr, PADDED: tl.constexpr):
 def _add_labels(
     b_dz, b_x, o_v, i_n, p_target, p_label_scale, p_largest, p_log_sum, stride_label_scale, SOFTCAP: tl.constexpr
 ):
-    """b_dz with the gradient of the cross entropy of a row's label, at temperature 1, if p_label_scale is given."""
+    """b_dz plus, unless p_label_scale is None, the gradient of the row's cross entropy at temperature 1."""
     if p_label_scale is not None:
         scale = tl.load(p_label_scale + i_n.to(tl.int64) * stride_label_scale)
         b_below = _shape(b_x, SOFTCAP, 1.0) - tl.load(p_largest + i_n) - tl.load(p_log_sum + i_n)
@@ -186,11 +186,11 @@ def divergence_kernel(
     GRADIENT: tl.constexpr, KEEP: tl.constexpr, NARROW: tl.constexpr, FAST: tl.constexpr,
     PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Losses of parts of rows, p_partial [N, PARTS], and p_dz [N, V], which may be p_z.
+    """Losses of parts of rows, p_partial [N, PARTS], and the gradient p_dz [N, V], which may be p_z.
 
-    p_label_scale [N]: scales of the gradients of the targets' cross entropies, which are added; p_largest and p_log_sum
-    [N] then are statistics of the rows. NORMALIZED: z and t are log-probabilities, and dz is the gradient with respect
-    to them: no phase waits.
+    p_label_scale [N]: scales of cross entropies of the targets, whose gradients are added to dz; p_largest and
+    p_log_sum [N] are then statistics of the rows. NORMALIZED: z and t are log-probabilities, and dz is the gradient
+    with respect to them; then no program waits.
     """
     i_a = tl.program_id(0)
     o_a = i_a % PARTS * BLOCK + tl.arange(0, BLOCK)
@@ -212,7 +212,7 @@ def divergence_kernel(
             tl.store(p_partial + i_a, _loss(tl.sum(b_cp, 0), tl.sum(b_rest, 0), KIND, BETA))
             if GRADIENT:
                 scale = _scaled(tl.load(p_scale + i_n.to(tl.int64) * stride_scale), KIND, BETA)
-                # The gradient with respect to log-probabilities is p dloss/dp, with the constant that c lacks.
+                # The gradient with respect to log-probabilities, p dloss/dp, includes the constant that c omits.
                 row_sum = -1.4426950408889634 if KIND == _REVERSE_KL else 0.0
                 if not NORMALIZED:
                     row_sum = -1.0
@@ -257,7 +257,7 @@ def _log_probs(
     V: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr,
     NARROW: tl.constexpr, FAST: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(logits of the student; log-probabilities of student and teacher) of a part whose row is through phase one."""
+    """(student's logits, log2-probabilities of student and teacher) of a part, after phase one of its row."""
     b_x, b_z = _load(p_z, i_n, stride_z, o_v, i_n >= 0, V, SOFTCAP, TEMPERATURE, BLOCK)
     _, b_t = _load(p_t, i_n, stride_t, o_v, i_n >= 0, V, TEACHER_SOFTCAP, TEMPERATURE, BLOCK)
     b_lp = _log_softmax(b_z, p_words, i_n, PARTS, PADDED, NARROW)
@@ -303,7 +303,7 @@ def _finish_part(
             V, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, NARROW, FAST, PARTS, PADDED, BLOCK,
         )  # fmt: skip
         b_p, b_cp, _ = _terms(b_lp, b_lq, KIND, BETA, FAST)
-        # In place, phase two has read the logits before its words are there.
+        # In place is safe: phase two loads the logits before it stores the words awaited here.
         row_sum = _row_sum(p_words + 2 * n_parts + i_n * PARTS, PARTS, PADDED)
         scale = _scaled(tl.load(p_scale + i_n.to(tl.int64) * stride_scale), KIND, BETA)
         b_dz = (b_cp - b_p * row_sum) * scale * _slope(b_x, SOFTCAP, TEMPERATURE)

@@ -1,4 +1,4 @@
-"""Divergences of rows and their gradients in plain PyTorch: on CPUs, in fp64 and under `torch.func`."""
+"""Divergences of rows and their gradients in plain PyTorch: for CPUs, fp64 and `torch.func`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch.nn import functional
 
 from .._launch import accumulator
 
-# The last two need no softmax: of logits as they are, and of probabilities.
+# The last two have no softmax: cosine of the logits, tvd of probabilities.
 Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tvd", "cosine", "tvd_probabilities"]
-# The least norm, as that of torch.nn.functional.cosine_similarity.
+# Lower bound of a norm, as `eps` of torch.nn.functional.cosine_similarity.
 COSINE_EPS = 1e-8
 
 
 @dataclass(frozen=True)
 class Form:
-    """The form of a row's divergence; a softcap of 0.0 is none.
+    """Options of a row's divergence; softcap 0.0 is none.
 
     Attributes:
-        divergence, beta, temperature: as in the package's docstring; beta is read by jsd alone.
-        softcap, teacher_softcap: logits are squashed into (-softcap, softcap), before the temperature divides them.
-        normalized: whether logits are log-probabilities, or probabilities for tvd_probabilities, and gradients are
-            those with respect to them.
-        ignore_index: rows with this target are 0.
+        divergence, beta, temperature: as in the package's docstring; beta is for jsd only.
+        softcap, teacher_softcap: logits become softcap · tanh(logits / softcap), before the temperature.
+        normalized: whether inputs are log-probabilities (probabilities for tvd_probabilities) instead of logits.
+            Gradients are with respect to the inputs.
+        ignore_index: rows with this target have zero loss and gradient.
     """
 
     divergence: Divergence
@@ -39,7 +39,7 @@ class Form:
 
 
 def reference_divergence(z: Tensor, t: Tensor, target: Tensor, form: Form) -> Tensor:
-    """The divergences [N] of logits z and t [N, V], by operators that autograd and `torch.func` can differentiate."""
+    """The divergences [N] of logits z and t [N, V], differentiable by autograd and `torch.func`."""
     if form.divergence == "cosine":
         wide = accumulator(z.dtype)
         cosine = functional.cosine_similarity(z.to(wide), t.to(wide), dim=-1, eps=COSINE_EPS)
@@ -62,7 +62,7 @@ def reference_gradient(z: Tensor, t: Tensor, target: Tensor, scale: Tensor, form
 
 
 def gradient_terms(log_p: Tensor, log_q: Tensor, form: Form) -> Tensor:
-    """dloss/dlog p [N, V], which is pc; the gradient of logits is pc - p Σ pc, over the whole vocabulary."""
+    """dloss/dlog p = p c [N, V]; the gradient of logits is p c - p Σ p c, Σ over the whole vocabulary."""
     p, q = log_p.exp(), log_q.exp()
     match form.divergence:
         case "forward_kl":
@@ -76,7 +76,7 @@ def gradient_terms(log_p: Tensor, log_q: Tensor, form: Form) -> Tensor:
         case "tvd_probabilities":
             return 0.5 * (log_p - log_q).sign()
         case "cosine":
-            raise AssertionError("cosine is no sum of terms")
+            raise AssertionError("cosine is not a sum over the vocabulary")
 
 
 def divergence_terms(log_p: Tensor, log_q: Tensor, form: Form) -> Tensor:
@@ -95,7 +95,7 @@ def divergence_terms(log_p: Tensor, log_q: Tensor, form: Form) -> Tensor:
         case "tvd_probabilities":
             return 0.5 * (log_p - log_q).abs()
         case "cosine":
-            raise AssertionError("cosine is no sum of terms")
+            raise AssertionError("cosine is not a sum over the vocabulary")
 
 
 def _cosine_gradient(z: Tensor, t: Tensor) -> Tensor:
@@ -108,14 +108,14 @@ def _cosine_gradient(z: Tensor, t: Tensor) -> Tensor:
 
 
 def _times(probability: Tensor, log_ratio: Tensor) -> Tensor:
-    """probability · log_ratio, 0 where the probability is 0 and the ratio infinite; its gradient, too."""
+    """probability · log_ratio; 0 · inf is 0, also in the gradient."""
     none = probability == 0
     return probability * log_ratio.masked_fill(none, 0.0)
 
 
 def _from_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """(log(p / m), log(q / m)), without cancellation where p and q are close."""
-    # Tokens that both rule out are equal.
+    """(log(p / m), log(q / m)), without cancellation for p ≈ q."""
+    # -inf in both: equal.
     difference = (log_q - log_p).masked_fill((log_p == log_q) & log_p.isinf(), 0.0)
     larger = difference > 0
     share = torch.where(larger, beta, 1 - beta).to(log_p.dtype)

@@ -1,4 +1,4 @@
-"""Divergences of rows of logits and their gradients, which `jsd` and `linear_jsd` are made of: kernel or reference."""
+"""Host functions for divergences of rows of logits and their gradients: kernel or reference."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from .narrow_kernel import narrow_divergence_kernel
 from .whole_row_kernels import cosine_kernel, tvd_probabilities_kernel
 
 _KINDS = {"forward_kl": FORWARD_KL, "reverse_kl": REVERSE_KL, "jsd": JSD, "tvd": TVD}
-# Distances that need no softmax: their kernels and constants; elements of a row that a program takes at a time.
+# Distances without a softmax: kernels and their constants; block size of their loop over a row.
 _WHOLE_ROW: dict[str, tuple[Any, dict[str, float]]] = {
     "cosine": (cosine_kernel, {"EPS": COSINE_EPS}),
     "tvd_probabilities": (tvd_probabilities_kernel, {}),
 }
 _WHOLE_ROW_BLOCK, _WHOLE_ROW_WARPS = 4096, 8
-# Parts of a row that programs keep. A row of more, or of more than the GPU runs at once, is read again.
+# Most parts of a row for KEEP. Rows of more parts, or more than can be resident, are read several times.
 _MOST_KEPT = 32
-# Registers of a multiprocessor, on GPUs of every generation that Triton knows.
+# Registers per multiprocessor, for all GPU generations that Triton supports.
 _REGISTERS = 2**16
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Launch parameters for logits of up to `itemsize` bytes.
+    """Launch-table entry for logits of up to `itemsize` bytes.
 
     Attributes:
-        block: logits of a part of a row, which one program takes.
-        warps: of a program.
-        registers: of a thread, at most.
-        distance_per_sm: where programs keep nothing, programs per multiprocessor between two phases of a part: more
-            than run at once, so that none waits for long.
+        block: logits of a part of a row, computed by one program.
+        warps: warps per program.
+        registers: maximum registers per thread.
+        distance_per_sm: without KEEP, programs per multiprocessor between two phases of a part: more than are
+            resident, so that none waits long.
     """
 
     itemsize: int
@@ -55,7 +55,7 @@ class Tile:
 
 
 _TILES = (
-    # 32 logits of each a thread: what programs do once, for numbers of their row, takes longer with fewer.
+    # 32 logits of each tensor per thread: with fewer, the work per program on row reductions dominates.
     Tile(itemsize=2, block=4096, warps=4, registers=128, distance_per_sm=4),
     Tile(itemsize=4, block=4096, warps=8, registers=80, distance_per_sm=4),
 )
@@ -75,16 +75,16 @@ class NarrowTile:
 
 
 _NARROW_TILE = NarrowTile(block=4096, warps=4, registers=128)
-# Parts of a row, if the GPU runs as many at once: one of 16 multiprocessors does.
+# Most parts of a row of the narrow kernel; a GPU with 16 multiprocessors can hold them.
 _MOST_NARROW = 64
 
 
 class Labels(NamedTuple):
-    """Cross entropies of the targets, whose gradients are added.
+    """Cross entropies of the targets, whose gradients are added to dz.
 
-    scale: [N], of the dtype of the losses, may be an expanded scalar.
-    largest, log_sum: [N], statistics of the rows at temperature 1, with the softcap of the form.
-    classes: those that targets count.
+    scale: [N], dtype of the losses, may be an expanded scalar.
+    largest, log_sum: [N], statistics of the rows at temperature 1, with the form's softcap.
+    classes: number of classes that targets index.
     """
 
     scale: Tensor
@@ -97,19 +97,19 @@ def divergence_rows(
     z: Tensor, t: Tensor, target: Tensor, scale: Tensor | None, loss: Tensor, form: Form, dz: Tensor | None = None,
     labels: Labels | None = None,
 ) -> None:  # fmt: skip
-    """Fill `loss` with the divergences of rows, and dz, which may be z, with scale · dloss/dz.
+    """Fill `loss` with the divergences of rows, and dz (which may be z) with scale · dloss/dz.
 
     Args:
-        z: [N, V], logits of the student; adjacent columns; bf16 | fp16 | fp32 (fp64 in plain PyTorch).
-        t: [N, V], logits of the teacher, of any of these dtypes.
+        z: [N, V], logits of the student; column stride 1; bf16 | fp16 | fp32 (fp64 in plain PyTorch).
+        t: [N, V], logits of the teacher, any of these dtypes.
         target: [N], int64, contiguous; only compared with `form.ignore_index`.
-        scale: [N], of loss's dtype, may be an expanded scalar; needed for dz.
+        scale: [N], loss's dtype, may be an expanded scalar; required for dz.
         loss: [N], fp32 (fp64 for fp64).
-        form: the form of the divergence.
-        dz: [N, V], of z's dtype, adjacent columns; None for no gradient.
-        labels: cross entropies whose gradients are added to dz; targets may lie beyond the V columns.
+        form: options of the divergence.
+        dz: [N, V], z's dtype, column stride 1; None for no gradient.
+        labels: cross entropies whose gradients are added to dz; targets may be >= V.
     """
-    # Log-probabilities and distances without a softmax have no cross entropy.
+    # The cross entropy needs logits and a softmax.
     assert labels is None or not (form.normalized or form.divergence in _WHOLE_ROW)
     if takes_kernel(z) and form.divergence in _WHOLE_ROW:
         kernel, constants = _WHOLE_ROW[form.divergence]
@@ -158,8 +158,8 @@ def _launch(
         V=vocabulary, KIND=_KINDS[form.divergence], BETA=form.beta,
         SOFTCAP=form.softcap, TEACHER_SOFTCAP=form.teacher_softcap, TEMPERATURE=form.temperature,
         NORMALIZED=form.normalized, GRADIENT=dz is not None, KEEP=keep,
-        # Beside the rounding of logits in 16 bits another counts little, but in the scale of a whole distribution. The
-        # interpreter knows no assembly.
+        # Approximations are below the rounding error of 16-bit logits; NARROW, which affects the normalization of a
+        # row, only for jsd. The interpreter has no assembly.
         NARROW=narrow and form.divergence == "jsd", FAST=narrow and z.device.type != "cpu",
         PARTS=parts, PADDED=triton.next_power_of_2(parts), BLOCK=block,
         num_warps=max(tile.warps * block // tile.block, 1), maxnreg=tile.registers,
@@ -168,9 +168,9 @@ def _launch(
 
 
 def _is_narrow(z: Tensor, t: Tensor, form: Form, dz: Tensor | None) -> bool:
-    """Whether the rows are as `narrow_divergence_kernel` takes them: words of two logits in 16 bits, as they are."""
+    """Whether `narrow_divergence_kernel` supports these rows: aligned pairs of 16-bit logits, no softcap, no tvd."""
     given = [x for x in (z, t, dz) if x is not None]
-    # The sign of p - q, which tvd's gradient is made of, would be wrong more often than PyTorch's.
+    # tvd's gradient is the sign of p - q, which would be wrong more often than PyTorch's.
     if (
         form.divergence == "tvd"
         or form.normalized
@@ -185,7 +185,7 @@ def _is_narrow(z: Tensor, t: Tensor, form: Form, dz: Tensor | None) -> bool:
 
 
 def _parts(z: Tensor, tile: Tile | NarrowTile, smallest: int) -> tuple[int, int, int]:
-    """Logits of a part of a row, parts of a row, and of all rows. Raises ValueError if these are too many."""
+    """(logits per part, parts per row, parts of all rows). Raises ValueError for too many parts."""
     block = min(max(triton.next_power_of_2(z.shape[1]), smallest), tile.block)
     parts = triton.cdiv(z.shape[1], block)
     n_parts = z.shape[0] * parts
@@ -195,19 +195,19 @@ def _parts(z: Tensor, tile: Tile | NarrowTile, smallest: int) -> tuple[int, int,
 
 
 def _most_parts(z: Tensor, tile: Tile | NarrowTile, most: int) -> int:
-    """The parts of a row whose programs may wait for each other, at most `most`: all of them must run at once.
+    """Most parts of a row whose programs may wait for each other, which must all be resident; at most `most`.
 
-    A part of a GPU (MIG, MPS) has few multiprocessors. What is recorded is for a whole one.
+    A GPU partition (MIG, MPS) has fewer multiprocessors. Recorded launches assume a full GPU.
     """
     if z.device.type == "cpu":
-        return 1  # The interpreter runs one program after the other.
+        return 1  # The interpreter runs programs sequentially.
     if z.device.type == "meta":
         return most
     return min(most, _programs_at_once(tile, z))
 
 
 def _programs_at_once(tile: Tile | NarrowTile, z: Tensor) -> int:
-    """Programs that the GPU of z runs at once."""
+    """Number of programs that are resident at once on the GPU of z."""
     return _REGISTERS // (32 * tile.warps * tile.registers) * multiprocessors(z.device)
 
 
@@ -226,7 +226,7 @@ def _launch_narrow(
         0 if scale is None else scale.stride(0), form.ignore_index,
         V=vocabulary // 2, KIND=_KINDS[form.divergence], BETA=form.beta, TEMPERATURE=form.temperature,
         GRADIENT=dz is not None, BF16=z.dtype == torch.bfloat16,
-        # The interpreter knows no assembly.
+        # The interpreter has no assembly.
         FAST=z.device.type != "cpu",
         PARTS=parts, PADDED=triton.next_power_of_2(parts), BLOCK=block // 2,
         num_warps=max(tile.warps * block // tile.block, 1), maxnreg=tile.registers,

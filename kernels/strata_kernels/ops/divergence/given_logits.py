@@ -1,8 +1,8 @@
-"""kl_div, jsd and tvd of logits, or of log-probabilities, that exist in memory.
+"""kl_div, jsd and tvd of materialized logits or log-probabilities.
 
-A scalar divergence is linear in its incoming gradient, so the forward pass also writes the gradient, while it has the
-logits at hand, and the backward pass multiplies it: 6 bytes of traffic per pair of logits in bf16. Without a reduction,
-and in fp16, whose gradients would underflow without the loss scale, the backward pass reads both logits again.
+The gradient of a scalar divergence is linear in the incoming gradient, so the forward pass also writes the gradient,
+and the backward pass scales it: 6 bytes of traffic per pair of bf16 logits. With reduction="none", and in fp16, where
+gradients would underflow without the loss scale, the backward pass reads both logits again.
 Formulas: see the package. Operators: `strata::divergence`, `strata::divergence_rows` and its backward operator.
 """
 
@@ -33,7 +33,7 @@ def _form(divergence: Divergence, beta: float, temperature: float, normalized: b
     " -> (Tensor, Tensor)"
 )
 class _ScalarDivergence(Operator):
-    """The sum over the rows by the divisor, and its gradient for an incoming gradient of 1; empty if not wanted."""
+    """(Σ_rows loss / divisor, dlogits for an incoming gradient of 1; empty if not requested)."""
 
     @staticmethod
     def forward(
@@ -71,7 +71,7 @@ class _ScalarDivergence(Operator):
 
 @operator(f"divergence_rows_bwd(Tensor grad, Tensor logits, Tensor teacher, Tensor target, {_FORM}) -> Tensor")
 class _RowDivergencesBackward(Operator):
-    """The gradient of the logits, from both logits once more."""
+    """dlogits; reads both logits again."""
 
     @staticmethod
     def forward(grad: Tensor, logits: Tensor, teacher: Tensor, target: Tensor, *form: Any) -> Tensor:
@@ -127,7 +127,7 @@ def jsd(
     reduction: Reduction = "mean",
     num_items: int | Tensor | None = None,
 ) -> Tensor:
-    """The generalized Jensen-Shannon divergence of a student's and a teacher's distributions, fused with its gradient.
+    """Generalized Jensen-Shannon divergence of a student from a teacher; one kernel for loss and gradient.
 
     Equivalent to::
 
@@ -138,26 +138,28 @@ def jsd(
         loss = loss[target != ignore_index].sum() / (num_items or (target != ignore_index).sum())   # reduction="mean"
 
     beta=0 is KL(teacher || student) and beta=1 is KL(student || teacher), as in GKD (arXiv:2306.13649). The loss is not
-    multiplied by the squared temperature. Double backward is not supported. Under `torch.func` everything is plain
+    multiplied by temperature². Double backward is not supported. Under `torch.func` transforms, it runs in plain
     PyTorch.
 
     Args:
-        logits: [..., V], of the student, bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides.
-        teacher: [..., V], of any of these dtypes; gets no gradient.
-        target: [...], int64: rows whose target is `ignore_index` are left out; None counts all rows.
+        logits: [..., V], logits of the student, bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides.
+        teacher: [..., V], logits of the teacher, any of these dtypes, without a gradient.
+        target: [...], int64: rows whose target is `ignore_index` are ignored; None: no row is.
         beta: in [0, 1].
-        temperature: both logits are divided by it.
-        normalized: whether logits and teacher are log-probabilities, at temperature 1. The gradient is that with
-            respect to them, as of the PyTorch lines without log_softmax.
+        temperature: divisor of both logits.
+        normalized: whether logits and teacher are log-probabilities, at temperature 1: the PyTorch lines above without
+            log_softmax. The gradient is with respect to them.
         ignore_index: see target.
         reduction: "mean", "sum" or "none".
-        num_items: divisor of "mean" instead of the number of rows that count. A tensor is not read by the host.
+        num_items: divisor of "mean", instead of the number of rows that are not ignored. A tensor causes no host
+            synchronization.
 
     Returns:
-        fp32 (fp64 for fp64), a scalar, or [...] for "none". The mean over no rows is NaN, with zero gradients.
+        fp32 (fp64 for fp64), a scalar, or [...] for "none". If all rows are ignored, the mean is NaN, with
+        zero gradients.
 
     Raises:
-        ValueError: a shape, dtype or option does not fit.
+        ValueError: a wrong shape, dtype or option.
 
     Example:
         >>> logits = torch.randn(2, 8, 32, requires_grad=True)
@@ -182,7 +184,7 @@ def kl_div(
     reduction: Reduction = "mean",
     num_items: int | Tensor | None = None,
 ) -> Tensor:
-    """The Kullback-Leibler divergence: KL(teacher || student) forward, KL(student || teacher) reverse.
+    """Kullback-Leibler divergence: KL(teacher || student) forward, KL(student || teacher) reverse.
 
     Equivalent to::
 
@@ -214,7 +216,7 @@ def tvd(
     reduction: Reduction = "mean",
     num_items: int | Tensor | None = None,
 ) -> Tensor:
-    """The total variation distance of a student's and a teacher's distributions, half the sum of |p - q|.
+    """Total variation distance of a student's and a teacher's distribution: half the sum of |p - q|.
 
     Equivalent to::
 
@@ -231,7 +233,7 @@ def tvd(
         tensor(0.2500)
     """
     if normalized and probabilities:
-        raise ValueError("normalized says log-probabilities and probabilities says probabilities: pass one of them")
+        raise ValueError("normalized (log-probabilities) and probabilities exclude each other: pass one of them")
     divergence: Divergence = "tvd_probabilities" if probabilities else "tvd"
     return _divergence(
         logits, teacher, target, divergence, 0.0, temperature, normalized or probabilities, ignore_index, reduction,
@@ -240,12 +242,12 @@ def tvd(
 
 
 def of_beta(beta: float) -> Divergence:
-    """The divergence that the generalized one is at this beta."""
+    """The kind of `jsd` at this beta."""
     return "forward_kl" if beta == 0 else "reverse_kl" if beta == 1 else "jsd"
 
 
 def of_direction(direction: Direction) -> Divergence:
-    """The divergence of a direction. Raises ValueError for another word."""
+    """The kind of `kl_div` in this direction. Raises ValueError for an unknown direction."""
     if direction not in ("forward", "reverse"):
         raise ValueError(f"direction {direction!r} must be forward, KL(teacher || student), or reverse")
     return "forward_kl" if direction == "forward" else "reverse_kl"
@@ -254,7 +256,7 @@ def of_direction(direction: Direction) -> Divergence:
 def row_divisor(
     target: Tensor, ignore_index: int, reduction: Reduction, num_items: int | Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The divisor of a sum over rows: a scalar on the device, computed without a synchronization."""
+    """The divisor of the sum over rows: a 0-d tensor, computed without host synchronization."""
     if reduction != "mean":
         return torch.ones((), dtype=dtype, device=target.device)
     if isinstance(num_items, Tensor):
@@ -271,7 +273,7 @@ def _divergence(
     _check(logits, teacher, target, temperature, normalized)
     check_options(0.0, None, reduction, num_items)
     if target is None:
-        # Any number but ignore_index.
+        # Any value other than ignore_index.
         target = torch.full(logits.shape[:-1], ignore_index + 1, device=logits.device)
     form = (divergence, float(beta), float(temperature), normalized, ignore_index)
     dtype = accumulator(logits.dtype)
@@ -301,7 +303,7 @@ def _check(logits: Tensor, teacher: Tensor, target: Tensor | None, temperature: 
     check_temperature(temperature)
     if normalized and temperature != 1:
         raise ValueError(
-            f"temperature {temperature} is for logits, not for normalized values; divide before the softmax"
+            f"temperature {temperature} applies to logits, not to normalized values; divide before the softmax"
         )
     tensors = [logits, teacher] if target is None else [logits, teacher, target]
     if any(t.device != logits.device for t in tensors):
@@ -310,6 +312,6 @@ def _check(logits: Tensor, teacher: Tensor, target: Tensor | None, temperature: 
 
 
 def check_temperature(temperature: float) -> None:
-    """Raise ValueError unless it is positive."""
+    """Raise ValueError unless the temperature is positive."""
     if not temperature > 0.0:
         raise ValueError(f"temperature {temperature} must be positive")

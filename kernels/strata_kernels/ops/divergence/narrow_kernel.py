@@ -1,20 +1,19 @@
-"""The row kernel of divergences of logits in 16 bits, which reads each of them once.
+"""The kernel of divergences of 16-bit logits, which reads each logit once.
 
-As in `divergence_kernel`, a row is split into parts, passes three phases, and programs exchange sums of parts through
-words of global memory. Here the programs of a row are a group that walks down the rows: a program loads its part of
-the next row, takes that of the present one through the second phase, the next through the first, and the present one
-through the third. So the others store their sums of a row while a program works on another, and a part stays in
-registers from its first phase to its last: 6 bytes per pair of logits remain, two reads and one write.
+As in `divergence_kernel`, a row is split into parts, there are three phases, and programs exchange partial sums
+through words of global memory. Here a persistent group of programs, one per part, loops over rows, software-pipelined:
+a program loads its part of the next row, then runs phase two of the current row, phase one of the next and phase three
+of the current. So waiting for the sums of one row overlaps with work on another, and a part stays in registers through
+all phases: 6 bytes per pair of logits, two reads and one write.
 
-Groups do not wait for each other. In a group, programs wait for higher numbers as well. A GPU starts programs in the
-order of their numbers, so those of the first unfinished group all run, if as many as a row has parts fit on the GPU at
-once.
+Groups do not wait for each other. Within a group, programs also wait for higher ids. A GPU starts programs in the
+order of their ids, so this cannot deadlock if all programs of one group can be resident at once.
 
-With x = z / T · log2 e - max, and y of the teacher alike plus log2(Z / Z') for Z = Σ 2^x and Z' of the teacher, both
-are log-probabilities up to one constant, so that p and q are Z times too large.
+With x = z / T · log2 e - max, y likewise for the teacher plus log2(Z / Z'), Z = Σ 2^x and Z' of the teacher, x and y
+are log2-probabilities up to the same constant, so that p and q are too large by the factor Z.
 
-Two logits are loaded, compared and stored as one word. Names: i_g group; i_b row in work, i_a the next one; _l and _h
-the logits in the low and in the high half of a word; the rest as in `divergence_kernel`.
+Two logits are loaded, compared and stored as one 32-bit word. Names: i_g group; i_b current row, i_a next row; _l and
+_h the logits in the low and high half of a word; the rest as in `divergence_kernel`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -27,12 +26,12 @@ from .._approximations import exp2, log2
 from ..cross_entropy.row_kernel import _low_bits, _pack
 from .divergence_kernel import _FORWARD_KL, _JSD, _loss, _scaled, _terms
 
-# Twice -inf in a word.
+# A word of two -inf.
 _NOTHING_BF16: tl.constexpr = tl.constexpr(0xFF80FF80 - 2**32)
 _NOTHING_FP16: tl.constexpr = tl.constexpr(0xFC00FC00 - 2**32)
-# The least logarithm that counts, a probability of 1e-30.
+# Lower bound of log2-probabilities: 1e-30.
 _LEAST_LOG: tl.constexpr = tl.constexpr(-100.0)
-# The least maximum of a part: differences from it are numbers.
+# Lower bound of the maximum of a part, so that differences from it are not NaN.
 _LEAST: tl.constexpr = tl.constexpr(-1e30)
 
 
@@ -68,7 +67,7 @@ def _added(a, b, c, d):
 
 @triton.jit
 def _halves(b_w, BF16: tl.constexpr):
-    """Both logits of words, in fp32."""
+    """(low logits, high logits) of words, fp32."""
     if BF16:
         b_l = (b_w << 16).to(tl.float32, bitcast=True)
         b_h = (b_w & -65536).to(tl.float32, bitcast=True)
@@ -80,14 +79,14 @@ def _halves(b_w, BF16: tl.constexpr):
 
 @triton.jit
 def _logits(b_w, BF16: tl.constexpr):
-    """The logits of words, in fp32 and in order."""
+    """The logits of words, fp32, in memory order."""
     b_l, b_h = _halves(b_w, BF16)
     return tl.interleave(b_l, b_h)
 
 
 @triton.jit
 def _at_least(b_w, least, BF16: tl.constexpr, FAST: tl.constexpr):
-    """Words whose logits are at least about a number; without FAST `_pair_terms` sees to it."""
+    """Words with logits clamped to about `least`; without FAST, `_pair_terms` clamps."""
     if FAST:
         if BF16:
             least_bits = least.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
@@ -100,7 +99,7 @@ def _at_least(b_w, least, BF16: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def _words(b_l, b_h, BF16: tl.constexpr, FAST: tl.constexpr):
-    """Words of two numbers, rounded."""
+    """Words of b_l and b_h, rounded to 16 bits."""
     if FAST and BF16:
         b_w = tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [b_l, b_h], tl.int32, is_pure=True, pack=1
@@ -131,7 +130,7 @@ def _load(p_x, i_n, stride, o_v, V: tl.constexpr, BF16: tl.constexpr, BLOCK: tl.
 def _load_both(
     p_z, p_t, i_n, stride_z, stride_t, o_v, counted, V: tl.constexpr, BF16: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Words of a part of z and of t; 0 in a row that does not count."""
+    """Words of a part of z and of t; 0 for an ignored row."""
     b_z = tl.zeros([BLOCK], tl.int32)
     b_t = tl.zeros([BLOCK], tl.int32)
     if counted:
@@ -161,7 +160,7 @@ def _publish(b_z, b_t, p_word, n_parts, SCALE: tl.constexpr, BF16: tl.constexpr,
 
 @triton.jit
 def _wait(p_word, FAST: tl.constexpr):
-    """The words at pointers, once none of them is 0; FAST without an exchange between threads."""
+    """Wait until the words at p_word are nonzero, and return them; FAST: without exchange between threads."""
     if FAST:
         b_word = tl.inline_asm_elementwise(
             "{ .reg .pred q; WAIT: ld.volatile.global.b64 $0, [$1]; setp.eq.s64 q, $0, 0;"
@@ -177,10 +176,10 @@ def _wait(p_word, FAST: tl.constexpr):
 
 @triton.jit
 def _pair_terms(b_x, b_y, KIND: tl.constexpr, BETA: tl.constexpr, FAST: tl.constexpr):
-    """(p; c, or c p; the loss's terms beside Σ c p) as `_terms`, for logarithms up to one constant.
+    """(p, c p, other terms of the loss) as `_terms`, from log2-probabilities up to a common constant.
 
-    For jsd c, with three instructions of the slow unit. Bounds keep 0 times an infinite ratio, and then none overflows:
-    logarithms are at most that of the number of logits.
+    For jsd c instead of c p, with three special-function instructions. Bounds avoid 0 · inf; there is no overflow,
+    because logarithms are at most log2 of the number of logits.
     """
     if KIND == _JSD:
         if not FAST:
@@ -210,7 +209,7 @@ def _scaled_difference(b_p, b_c, scale, row_sum, KIND: tl.constexpr):
 
 @triton.jit
 def _statistics(p_words, n_parts, FAST: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr):
-    """(maxima of z and t of a row; Σ 2^(x - maximum) of both); waits for its parts."""
+    """(maxima of z and t of a row, Σ 2^(x - maximum) of both), after waiting for all parts."""
     o_c = tl.arange(0, PADDED)
     p_word = p_words + tl.minimum(o_c, PARTS - 1)
     b_z, b_t = _wait(p_word, FAST), _wait(p_word + n_parts, FAST)
@@ -225,7 +224,7 @@ def _statistics(p_words, n_parts, FAST: tl.constexpr, PARTS: tl.constexpr, PADDE
 
 @triton.jit
 def _row_sum(p_words, FAST: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr):
-    """Σ p c of a row; waits for its parts."""
+    """Σ p c of a row, after waiting for all parts."""
     o_c = tl.arange(0, PADDED)
     b_sum = (_wait(p_words + tl.minimum(o_c, PARTS - 1), FAST) >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     return tl.sum(tl.where(o_c < PARTS, b_sum, 0.0), 0)
@@ -247,7 +246,7 @@ def narrow_divergence_kernel(
     V: tl.constexpr, KIND: tl.constexpr, BETA: tl.constexpr, TEMPERATURE: tl.constexpr, GRADIENT: tl.constexpr,
     BF16: tl.constexpr, FAST: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Losses of parts of rows, p_partial [N, PARTS], and p_dz [N, V], which may be p_z. V, BLOCK, strides: in words."""
+    """Losses of parts of rows, p_partial [N, PARTS], and p_dz, which may be p_z. V, BLOCK and strides count words."""
     SCALE: tl.constexpr = 1.4426950408889634 / TEMPERATURE
     i_c = tl.program_id(0) % PARTS
     i_g = tl.program_id(0) // PARTS
@@ -273,7 +272,7 @@ def narrow_divergence_kernel(
                 b_t = _at_least(b_t, (t_max + _LEAST_LOG) / SCALE, BF16, FAST)
             b_x = _logits(b_z, BF16) * SCALE - z_max
             if KIND == _JSD:
-                # The rounding of this number counts little in a divergence from a mixture.
+                # Rounding of the sum of log_ratio and t_max is negligible for a divergence from a mixture.
                 b_y = _logits(b_t, BF16) * SCALE + (log_ratio - t_max)
             else:
                 b_y = _logits(b_t, BF16) * SCALE - t_max + log_ratio

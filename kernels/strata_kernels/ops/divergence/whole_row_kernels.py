@@ -1,6 +1,6 @@
-"""Kernels of distances that need no softmax: one program walks over a row of both tensors.
+"""Kernels of distances without a softmax: one program per row, which loops over its columns.
 
-    cosine              loss = 1 - z·t / (|z| |t|)      dz = (cos z / |z| - t / |t|) / |z|     norms of at least EPS
+    cosine              loss = 1 - z·t / (|z| |t|)      dz = (cos z / |z| - t / |t|) / |z|     norms clamped to >= EPS
     tvd_probabilities   loss = Σ |p - q| / 2            dp = sign(p - q) / 2
 
 Names: i_n row, o_ offsets, m_ masks, p_ pointers, b_ blocks; z student, t teacher.
@@ -23,7 +23,7 @@ def cosine_kernel(
     p_z, p_t, p_dz, p_target, p_scale, p_loss, stride_z, stride_t, stride_dz, stride_scale, ignore_index,
     V: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The loss of a row, and its gradient if p_dz, which may be p_z, is given."""
+    """The loss of a row, and its gradient unless p_dz is None; p_dz may be p_z."""
     i_n = tl.program_id(0).to(tl.int64)
     o_v = tl.arange(0, BLOCK)
     counted = tl.load(p_target + i_n) != ignore_index
@@ -43,7 +43,7 @@ def cosine_kernel(
     tl.store(p_loss + i_n, tl.where(counted, 1.0 - cosine, 0.0))
     if p_dz is not None:
         scale = tl.where(counted, tl.load(p_scale + i_n * stride_scale), 0.0) * r_z
-        # Below EPS the norm is a constant.
+        # A norm clamped to EPS is constant.
         along = tl.where(z_norm > EPS, cosine * r_z, 0.0)
         for i_v in range(0, V, BLOCK):
             m_v = i_v + o_v < V
@@ -58,10 +58,10 @@ def tvd_probabilities_kernel(
     p_z, p_t, p_dz, p_target, p_scale, p_loss, stride_z, stride_t, stride_dz, stride_scale, ignore_index,
     V: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The loss of a row, and its gradient if p_dz is given."""
+    """The loss of a row, and its gradient unless p_dz is None."""
     i_n = tl.program_id(0).to(tl.int64)
     o_v = tl.arange(0, BLOCK)
-    # A row that does not count has no columns.
+    # An ignored row is treated as one without columns.
     n_v = tl.where(tl.load(p_target + i_n) != ignore_index, V, 0)
     scale = 0.0
     if p_dz is not None:

@@ -1,4 +1,4 @@
-"""The rows of a head that count, as the operators of divergences over a head take them."""
+"""The rows that are not ignored, and the operator arguments made from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..head.vocabulary_parallel import VocabularyShard
 
 
 class RowOptions(NamedTuple):
-    """Which rows count, what divides their sum, and how much memory their logits take, as a function is called."""
+    """Arguments of the public functions: ignored rows, reduction, memory of logits."""
 
     ignore_index: int
     reduction: Literal["mean", "sum"]
@@ -36,13 +36,13 @@ class RowOptions(NamedTuple):
 
 
 class CountedRows(NamedTuple):
-    """The rows of a student that count.
+    """The student's rows that are not ignored, at most `max_targets`.
 
-    x, weight, bias: [N, H], [V, H] and [V], of one dtype.
+    x, weight, bias: [N, H], [V, H] and [V], same dtype.
     labels: [N].
-    beside: what these rows have beside x, each [N, ...].
-    divisor: of the sum of their losses.
-    beyond: NaN if there are more rows than `max_targets`; None where all are here.
+    beside: other tensors of these rows, each [N, ...].
+    divisor: divisor of the sum of their losses.
+    beyond: NaN if more than `max_targets` rows are not ignored, else 1; None without `max_targets`.
     """
 
     x: Tensor
@@ -64,7 +64,7 @@ class CountedRows(NamedTuple):
         options: RowOptions,
         sum_over_row_shards: Callable[[Tensor], Tensor] = lambda count: count,
     ) -> CountedRows:
-        """x, target and what is beside them have any leading shape. Raises ValueError if the dtypes do not fit."""
+        """Flatten and select rows; x, target and `beside` have the same leading shape. Raises ValueError for dtypes."""
         x, weight, bias = autocast(x, weight, bias)
         check_dtypes(x, weight, bias)
         labels, rows = target.reshape(-1).contiguous(), [t.flatten(0, -2) for t in (x, *beside)]
@@ -78,28 +78,28 @@ class CountedRows(NamedTuple):
         return cls(rows[0], weight, bias, labels, tuple(rows[1:]), divisor, beyond)
 
     def logits(self) -> Tensor:
-        """The student's."""
+        """The student's logits [N, V]."""
         return functional.linear(self.x, self.weight, self.bias)
 
     def arguments(self) -> tuple[Tensor | None, ...]:
-        """The tensors that an operator takes first."""
-        # In fp16, gradients over the number of rows underflow unless the loss scale multiplies them before.
+        """The leading, tensor arguments of an operator."""
+        # In fp16, gradients divided by N underflow: `finished` divides, where the loss scale multiplies first.
         divisor = torch.ones_like(self.divisor) if self._divides_late else self.divisor
         return divisor, self.x, self.weight, self.bias, self.labels, *self.beside
 
     def pass_settings(
         self, options: RowOptions, heads: int = 1, shard: VocabularyShard | None = None
     ) -> tuple[Any, ...]:
-        """What an operator takes last, for the logits of so many heads at a time; with the fields of a shard."""
+        """The trailing, plain arguments of an operator. heads: number of heads whose logits are live at a time."""
         memory = logits_bytes(self.x, options.chunk_bytes, tensors=heads), options.accumulate == "exact"
         return *memory, *(() if shard is None else astuple(shard)), *wanted_gradients(self.x, self.weight, self.bias)
 
     def finished(self, loss: Tensor) -> Tensor:
-        """What the operator gave for `arguments`, as the caller wants it."""
+        """The public function's result, from the operator's result for `arguments`."""
         return self.bounded(loss / self.divisor if self._divides_late else loss)
 
     def bounded(self, loss: Tensor) -> Tensor:
-        """NaN if rows are missing."""
+        """loss, or NaN if more than `max_targets` rows are not ignored."""
         return loss if self.beyond is None else loss * self.beyond
 
     @property

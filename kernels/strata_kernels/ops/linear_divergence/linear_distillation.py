@@ -1,9 +1,9 @@
-"""linear_distillation: the cross entropy of labels and the divergence from a teacher, of the same logits.
+"""linear_distillation: cross entropy of labels and divergence from a teacher, of the same logits.
 
     loss = label_weight · cross entropy + divergence_weight · divergence
 
-One pass over the rows: each product of the head is made once, 2·N·H'·V FLOPs for the teacher and 6·N·H·V for the
-student, and both gradients are added before they are multiplied. The operator is `strata::linear_distillation`.
+One pass over the rows: the logits' gradients of both terms are added before the matrix products for dx and dW. 2·N·H'·V
+FLOPs for the teacher and 6·N·H·V for the student. The operator is `strata::linear_distillation`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _SETTINGS = (
 class DistillationTerms(NamedTuple):
     """The results of `linear_distillation`.
 
-    loss: scalar, with gradient.
-    cross_entropy, divergence: scalars without gradient, the parts of the loss before they are weighted.
+    loss: scalar, differentiable.
+    cross_entropy, divergence: scalars without gradient, the unweighted terms of the loss.
     """
 
     loss: Tensor
@@ -54,7 +54,7 @@ class DistillationTerms(NamedTuple):
     f" Tensor teacher_weight, Tensor? teacher_bias, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 class _LinearDistillation(SummedDivergence):
-    """The weighted sum, its parts [2] without weights, dx, dW and db."""
+    """(loss, [cross entropy, divergence], dx, dW, db)."""
 
     @staticmethod
     def forward(
@@ -103,7 +103,7 @@ def linear_distillation(
     accumulate: Accumulate = "exact",
     chunk_bytes: int | None = None,
 ) -> DistillationTerms:
-    """The cross entropy of labels and the divergence from a teacher, from one pass over the logits of both heads.
+    """Cross entropy of labels plus divergence from a teacher, in one pass over the logits of both heads.
 
     Equivalent to::
 
@@ -115,23 +115,23 @@ def linear_distillation(
         loss = label_weight * entropy + divergence_weight * divergence
 
     The temperature applies only to the divergence. If the heads have different numbers of classes, the divergence
-    covers the classes that both have.
+    is over the first min(V, V') classes.
 
     Args:
         x: [..., H], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides.
-        weight: [V, H], of x's dtype. Under autocast all are cast to its dtype. DTensors as in `linear_jsd`.
-        teacher_x: [..., H'], of x's dtype; the teacher's tensors get no gradients.
-        teacher_weight: [V', H'], of x's dtype.
-        target: [...], int64: the label of each row; rows whose target is `ignore_index` are left out.
-        label_weight, divergence_weight: factors of both parts. There is no factor of the squared temperature.
+        weight: [V, H], x's dtype. Autocast casts all tensors. DTensors as in `linear_jsd`.
+        teacher_x: [..., H'], x's dtype; the teacher's tensors get no gradients.
+        teacher_weight: [V', H'], x's dtype.
+        target: [...], int64: the label of each row; rows whose target is `ignore_index` are ignored.
+        label_weight, divergence_weight: factors of the terms. There is no factor temperature².
         beta, temperature, bias, teacher_bias, softcap, teacher_softcap, ignore_index, num_items, max_targets,
             group, accumulate, chunk_bytes: as in `linear_jsd`.
 
     Returns:
-        Scalars, fp32 (fp64 for fp64). The means over no rows are NaN, with zero gradients.
+        Scalars, fp32 (fp64 for fp64). If all rows are ignored, they are NaN, with zero gradients.
 
     Raises:
-        ValueError: a shape, dtype or option does not fit.
+        ValueError: a wrong shape, dtype or option.
 
     Example:
         >>> x, weight = torch.randn(2, 8, 16), torch.randn(32, 16, requires_grad=True)

@@ -1,7 +1,7 @@
-"""linear_jsd, linear_kl_div, linear_cosine_distance: the distance of a head from a teacher's, with gradients.
+"""linear_jsd, linear_kl_div, linear_cosine_distance: distances of an LM head's logits from a teacher's.
 
-The forward pass computes the gradients: a scalar loss is linear in its incoming gradient, so that the backward pass
-only multiplies by it. Formulas: see the package. The operator is `strata::linear_divergence`.
+The forward pass computes the gradients: those of a scalar loss are linear in the incoming gradient, so the backward
+pass only scales them. Formulas: see the package. The operator is `strata::linear_divergence`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SETTINGS = (
     f" Tensor teacher_weight, Tensor? teacher_bias, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 class _LinearDivergence(SummedDivergence):
-    """The divergence from a teacher with a head."""
+    """(divergence, dx, dW, db), for a teacher with a head."""
 
     @staticmethod
     def forward(
@@ -66,7 +66,7 @@ class _LinearDivergence(SummedDivergence):
 
 
 class TeacherOptions(NamedTuple):
-    """What the functions of a teacher with a head have in common, as they are called."""
+    """Common arguments of the functions for a teacher with a head."""
 
     divergence: Divergence
     beta: float
@@ -97,44 +97,45 @@ def linear_jsd(
     accumulate: Accumulate = "exact",
     chunk_bytes: int | None = None,
 ) -> Tensor:
-    """The generalized Jensen-Shannon divergence of a head from a teacher's; logits are never stored in full.
+    """Generalized Jensen-Shannon divergence of a head from a teacher's; logits are never all materialized.
 
     Equivalent to `jsd` of the logits::
 
         logits, teacher = F.linear(x, weight, bias), F.linear(teacher_x, teacher_weight, teacher_bias)
-        logits = softcap * torch.tanh(logits.float() / softcap)                                     # with a softcap
+        logits = softcap * torch.tanh(logits.float() / softcap)                                     # if softcap
         loss = jsd(logits, teacher, target, beta=beta, temperature=temperature)
 
-    The forward pass computes the gradients of x, weight and bias that are needed. Double backward is not supported.
+    The forward pass computes the required gradients of x, weight and bias. Double backward is not supported.
 
     Args:
         x: [..., H], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides.
-        weight: [V, H], of x's dtype. Under autocast all are cast to its dtype. With a `group`, this process's shard.
-            DTensors as in `linear_cross_entropy`; then a teacher_weight that is sharded otherwise, or not, is whole.
-        teacher_x: [..., H'], of x's dtype; the teacher's tensors get no gradients.
-        teacher_weight: [V, H'], of x's dtype. Where vocabularies are padded to different sizes, pass the common rows.
-        target: [...], int64: rows whose target is `ignore_index` are left out; None counts all rows.
+        weight: [V, H], x's dtype. Autocast casts all tensors. With a `group`, the shard of this rank. DTensors as in
+            `linear_cross_entropy`; a plain teacher_weight, or one with other placements, then has all V rows.
+        teacher_x: [..., H'], x's dtype; the teacher's tensors get no gradients.
+        teacher_weight: [V, H'], x's dtype. If vocabularies are padded to different sizes, pass the common rows.
+        target: [...], int64: rows whose target is `ignore_index` are ignored; None: no row is.
         beta: in [0, 1]; 0 is KL(teacher || student), 1 is KL(student || teacher).
-        temperature: both logits are divided by it, after the softcap. Kernels are compiled for each value.
-        bias, teacher_bias: [V], of x's dtype.
-        softcap, teacher_softcap: logits are squashed into (-softcap, softcap).
+        temperature: divisor of both logits, after the softcap. A constexpr: each value compiles another kernel.
+        bias, teacher_bias: [V], x's dtype, or None.
+        softcap, teacher_softcap: logits become softcap · tanh(logits / softcap); None for no softcap.
         ignore_index: see target.
         reduction: "mean" or "sum".
-        num_items: divisor of "mean" instead of the number of rows that count. A tensor is not read by the host.
-        max_targets: upper bound of the rows that count: only so many are multiplied. If there are more, the result and
-            its gradients are NaN.
-        accumulate: "exact" rounds a 16-bit gradient of weight once: its chunks are kept for one product, in the memory
-            of that gradient, or summed in fp32, in up to 2·V·H bytes more. "lean" rounds after every chunk of rows.
-        group: the processes that hold the vocabulary, in shards of equal size in the order of their ranks. The heads of
-            student and teacher are cut alike. All processes call this with the same rows, and plain PyTorch computes
-            the divergences between the products.
-        chunk_bytes: bytes of both logits at a time; by default 1 GiB, on a CPU 16 MiB.
+        num_items: divisor of "mean", instead of the number of rows that are not ignored. A tensor causes no host
+            synchronization.
+        max_targets: upper bound of the rows that are not ignored; only so many enter the matrix products. If more rows
+            are not ignored, the result and its gradients are NaN.
+        accumulate: "exact" rounds a 16-bit weight gradient once: chunks of dz are kept in the gradient's buffer for one
+            product, or accumulated in fp32, with up to 2·V·H more bytes. "lean" rounds after every chunk of rows.
+        group: process group over which the vocabulary is sharded, equal shards in rank order, for the heads of student
+            and teacher alike. All ranks call this with the same rows; divergences then run in plain PyTorch.
+        chunk_bytes: bytes per chunk of both logits; default 1 GiB, on a CPU 16 MiB.
 
     Returns:
-        A scalar, fp32 (fp64 for fp64). The mean over no rows is NaN, with zero gradients.
+        A scalar, fp32 (fp64 for fp64). If all rows are ignored, the mean is NaN, with zero
+        gradients.
 
     Raises:
-        ValueError: a shape, dtype or option does not fit.
+        ValueError: a wrong shape, dtype or option.
 
     Example:
         >>> x, weight = torch.randn(2, 8, 16), torch.randn(32, 16, requires_grad=True)
@@ -171,14 +172,14 @@ def linear_kl_div(
     accumulate: Accumulate = "exact",
     chunk_bytes: int | None = None,
 ) -> Tensor:
-    """The Kullback-Leibler divergence of a head from a teacher's; logits are never stored in full.
+    """Kullback-Leibler divergence of a head from a teacher's; logits are never all materialized.
 
     Equivalent to `kl_div` of the logits::
 
         logits, teacher = F.linear(x, weight, bias), F.linear(teacher_x, teacher_weight, teacher_bias)
         loss = kl_div(logits, teacher, target, direction=direction, temperature=temperature)
 
-    Arguments, returns and errors as in `linear_jsd`; direction: "forward", KL(teacher || student), or "reverse".
+    Arguments, result and errors as in `linear_jsd`; direction: "forward", KL(teacher || student), or "reverse".
 
     Example:
         >>> x, weight = torch.randn(2, 8, 16), torch.randn(32, 16, requires_grad=True)
@@ -208,7 +209,7 @@ def linear_cosine_distance(
     accumulate: Accumulate = "exact",
     chunk_bytes: int | None = None,
 ) -> Tensor:
-    """One minus the cosine similarity of a head's logits and a teacher's; logits are never stored in full.
+    """One minus the cosine similarity of a head's logits and a teacher's, which are never all materialized.
 
     Equivalent to::
 
@@ -216,8 +217,8 @@ def linear_cosine_distance(
         loss = 1 - F.cosine_similarity(logits.float(), teacher.float(), dim=-1)
         loss = loss[target != ignore_index].sum() / (num_items or (target != ignore_index).sum())   # reduction="mean"
 
-    The lengths of both vectors do not matter, so a temperature would have no effect. Arguments, returns and errors as
-    in `linear_jsd`, but the head's weight must be whole on the process, not a DTensor.
+    The cosine is scale-invariant, so there is no temperature. Arguments, result and errors as in `linear_jsd`, but no
+    DTensors and no `group`.
 
     Example:
         >>> x, weight = torch.randn(2, 8, 16), torch.randn(32, 16, requires_grad=True)
@@ -239,10 +240,10 @@ def _linear_divergence(
 ) -> Tensor:  # fmt: skip
     ignore_index = options.rows.ignore_index
     if target is None:
-        # Any number but ignore_index.
+        # Any value other than ignore_index.
         target = torch.full(x.shape[:-1], ignore_index + 1, device=x.device)
     if is_dtensor(weight) and teacher.weight.shape[0] != weight.shape[0]:
-        # Before they are cut: a process would see its own classes alone.
+        # Checked before sharding, while both have all classes.
         raise ValueError(
             f"teacher_weight {list(teacher.weight.shape)} must have the classes of weight {list(weight.shape)}"
         )
@@ -264,19 +265,19 @@ def _linear_divergence(
 def local_heads(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, teacher: Teacher, group: ProcessGroup | None
 ) -> tuple[LocalTensors, Teacher]:
-    """What this process computes with, of the student and of the teacher.
+    """The local tensors of the student and of the teacher on this rank.
 
     Raises:
-        ValueError: tensors and group do not fit, as in `linear_cross_entropy`; the teacher's are DTensors alone.
-        NotImplementedError: a vocabulary that several processes hold, under `torch.func`.
+        ValueError: tensors and group do not match, as in `linear_cross_entropy`; only the teacher's are DTensors.
+        NotImplementedError: a sharded vocabulary under `torch.func`.
     """
     if any(map(is_dtensor, teacher)) and not is_dtensor(weight):
         raise ValueError("the teacher's tensors are DTensors, but weight is not: pass them as full_tensor()")
     local = local_tensors(x, weight, target, bias, teacher.x, group)
     if group is not None and teacher.weight.shape[0] != weight.shape[0]:
         raise ValueError(
-            f"teacher_weight {list(teacher.weight.shape)} must have the classes of weight {list(weight.shape)} where "
-            "a group holds the vocabulary"
+            f"teacher_weight {list(teacher.weight.shape)} must have the classes of weight {list(weight.shape)} if "
+            "the vocabulary is sharded over a group"
         )
     if local.shard.group and is_transformed():
         raise NotImplementedError("torch.func is not supported for a vocabulary that is sharded over processes")
@@ -286,7 +287,7 @@ def local_heads(
 
 
 def counted_rows(local: LocalTensors, teacher: Teacher, options: RowOptions) -> tuple[CountedRows, Teacher]:
-    """The rows of both that count. Raises ValueError if the dtypes do not fit."""
+    """The rows of both that are not ignored. Raises ValueError for different dtypes."""
     teacher = Teacher(*autocast(*teacher))
     check_dtypes(*teacher, prefix="teacher_")
     rows = CountedRows.of(
@@ -300,7 +301,7 @@ def counted_rows(local: LocalTensors, teacher: Teacher, options: RowOptions) -> 
 def check_teacher(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, teacher: Teacher, options: TeacherOptions
 ) -> None:  # fmt: skip
-    """Raise ValueError unless a student and a teacher of the same classes, and the options, fit together."""
+    """Raise ValueError for a wrong shape or option; student and teacher must have the same classes."""
     check_head(x, weight, bias)
     check_head(*teacher, prefix="teacher_")
     check_target(x, target)
@@ -316,7 +317,7 @@ def check_teacher(
         raise ValueError(f"reduction {options.rows.reduction!r} must be mean or sum")
     for name, softcap in (("softcap", options.softcap), ("teacher_softcap", options.teacher_softcap)):
         if softcap is not None and not softcap > 0.0:
-            raise ValueError(f"{name} {softcap} must be positive; leave it out for none")
+            raise ValueError(f"{name} {softcap} must be positive, or None")
     check_options(0.0, None, options.rows.reduction, options.rows.num_items)
     check_temperature(options.temperature)
     check_memory_options(options.rows.accumulate, options.rows.chunk_bytes, options.rows.max_targets)

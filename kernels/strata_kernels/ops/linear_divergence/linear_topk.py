@@ -1,8 +1,8 @@
-"""linear_topk_kl_div: the divergence of a head from a teacher whose likeliest tokens alone are known.
+"""linear_topk_kl_div: KL divergence of an LM head from a teacher given by its top-k log-probabilities.
 
     loss = Σ_rows Σ_k q_k (log q_k - log p_k) / divisor        dz_v = ((Σ_k q_k) p_v - q_v) / (T · divisor)
 
-with q_v = 0 for tokens that are not given. Teachers on servers and in files are stored in this way. The operator is
+with q_v = 0 for all other tokens. Inference servers and stored teacher outputs have this form. The operator is
 `strata::linear_topk_kl_div`; the row kernel is that of cross entropy.
 """
 
@@ -42,7 +42,7 @@ _SETTINGS = (
     f" Tensor log_probs, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 class _LinearTopK(SummedDivergence):
-    """The divergence from K tokens."""
+    """(divergence, dx, dW, db), for K tokens per row."""
 
     @staticmethod
     def forward(
@@ -75,7 +75,7 @@ def linear_topk_kl_div(
     accumulate: Accumulate = "exact",
     chunk_bytes: int | None = None,
 ) -> Tensor:
-    """KL(teacher || student) over the tokens with known teacher log-probabilities; logits are never stored in full.
+    """KL(teacher || student) over the teacher's top-k tokens; logits are never all materialized.
 
     Equivalent to::
 
@@ -85,18 +85,19 @@ def linear_topk_kl_div(
 
     Args:
         x: [..., H], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides.
-        weight: [V, H], of x's dtype. Under autocast both are cast. Not a DTensor.
-        tokens: [..., K], int64 in [0, V), different from each other in each row.
-        log_probs: [..., K], floating point, of the teacher at this temperature. They are taken as they are: normalize
-            them over the K tokens for a distribution. -inf leaves a token out. They get no gradient.
+        weight: [V, H], x's dtype. Autocast casts both. No DTensor.
+        tokens: [..., K], int64 in [0, V), distinct within each row.
+        log_probs: [..., K], floating point, of the teacher at this temperature, without a gradient. Not normalized
+            here: normalize them over the K tokens if they should sum to 1. -inf excludes a token.
         target, temperature, bias, softcap, ignore_index, reduction, num_items, max_targets, accumulate, chunk_bytes:
-            as in `linear_jsd`, but by default chunks take 640 MiB.
+            as in `linear_jsd`, but chunk_bytes is 640 MiB by default.
 
     Returns:
-        A scalar, fp32 (fp64 for fp64). The mean over no rows is NaN, with zero gradients.
+        A scalar, fp32 (fp64 for fp64). If all rows are ignored, the mean is NaN, with zero
+        gradients.
 
     Raises:
-        ValueError: a shape, dtype or option does not fit.
+        ValueError: a wrong shape, dtype or option.
 
     Example:
         >>> x, weight = torch.randn(2, 8, 16), torch.randn(32, 16, requires_grad=True)
@@ -104,7 +105,7 @@ def linear_topk_kl_div(
         >>> linear_topk_kl_div(x, weight, tokens, log_probs).backward()
     """
     if target is None:
-        # Any number but ignore_index.
+        # Any value other than ignore_index.
         target = torch.full(x.shape[:-1], ignore_index + 1, device=x.device)
     _check(x, weight, bias, target, tokens, log_probs)
     if reduction not in ("mean", "sum"):

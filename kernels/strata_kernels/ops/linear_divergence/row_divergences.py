@@ -1,4 +1,4 @@
-"""Divergences as the engine of `head` takes them: what its pass does with some rows of the student's logits."""
+"""Divergences as `RowLoss` of `ops.head`: the computation on each chunk of the student's logits."""
 
 from __future__ import annotations
 
@@ -29,9 +29,12 @@ class Teacher(NamedTuple):
 
 @dataclass(frozen=True)
 class PassSettings:
-    """How a pass goes: bytes of logits at a time, whether a 16-bit dW is rounded once, which gradients are needed.
+    """Settings of a pass over the rows.
 
-    shard: the classes that this process holds.
+    chunk_bytes: bytes of logits per chunk.
+    exact: whether a 16-bit dW is rounded once.
+    wanted: which gradients to compute.
+    shard: the vocabulary shard of this rank.
     """
 
     chunk_bytes: int
@@ -40,7 +43,7 @@ class PassSettings:
     shard: VocabularyShard
 
     def plan(self, x: Tensor, weight: Tensor) -> ChunkPlan:
-        """The plan for the logits of two heads. By the widest shard, so that the collectives of all processes match."""
+        """The plan for the logits of two heads, by the widest shard, so that all ranks issue the same collectives."""
         shape = torch.Size((self.shard.widest, weight.shape[1]))
         return plan_chunks(x, shape, self.wanted.dw, self.exact, self.chunk_bytes, tensors=2)
 
@@ -75,7 +78,7 @@ class _Divergence:
             self.overwrite(z, rows)
 
     def overwrite_shard(self, z: Tensor, rows: slice, labels: tuple[Tensor, Statistics] | None = None) -> None:
-        """Overwrite logits by their gradient, where several processes hold the vocabulary."""
+        """Overwrite logits with their gradient, for a vocabulary sharded over processes."""
         sharded_divergence(
             z, self._teacher_logits(rows), self._target[rows], self._scale[rows], self._loss[rows], self._form,
             self._shard, gradient=self._gradient, labels=labels,
@@ -87,7 +90,7 @@ class _Divergence:
         return t
 
     def overwrite(self, z: Tensor, rows: slice, labels: Labels | None = None) -> int:
-        """Overwrite the logits of the teacher's classes, whose number is returned, by their gradient."""
+        """Overwrite the logits of the teacher's classes with their gradient; returns the number of these classes."""
         t = self._teacher_logits(rows)
         z = z[:, : t.shape[1]]
         dz = z if self._gradient else None
@@ -96,7 +99,7 @@ class _Divergence:
 
 
 class Scales(NamedTuple):
-    """Weights of the gradients of both parts, each [N]; None where the labels have no gradient."""
+    """Row scales of the gradients of both terms, each [N]; labels None: no gradient of the cross entropy."""
 
     labels: Tensor | None
     divergence: Tensor
@@ -108,7 +111,7 @@ def distillation_and_gradients(
 ) -> tuple[Tensor, HeadGradients]:  # fmt: skip
     """(cross entropies and divergences [2, N], gradients of their sum weighted by scales).
 
-    teacher: of the first classes of the V. options: the form of the cross entropy.
+    teacher: has the first V' <= V classes. options: options of the cross entropy.
     """
     plan = settings.plan(x, weight)
     losses = x.new_empty(2, x.shape[0], dtype=accumulator(x.dtype))
@@ -143,12 +146,12 @@ class _Distillation:
         both = self._divergence.overwrite(z, rows, labels)
         if both == z.shape[1] or not self._gradient:
             return
-        # Classes that the teacher does not have.
+        # Columns of classes that the teacher does not have.
         if labels is None:
             z[:, both:].zero_()
         else:
             columns = Columns(both, z.shape[1])
-            # The next row begins where these columns end.
+            # padding=False: the next row, not padding, follows these columns.
             cross_entropy_gradient(
                 z[:, both:], target, labels.scale, largest, log_sum, None, self._options, columns=columns, padding=False
             )
@@ -160,7 +163,7 @@ def topk_and_gradients(
 ) -> tuple[Tensor, HeadGradients]:  # fmt: skip
     """(Σ_k q_k (log q_k - log p_k) [N], gradients of their sum weighted by scale [N]).
 
-    tokens [N, K], int64; log_probs [N, K], log q, of the dtype of the losses.
+    tokens: [N, K], int64. log_probs: [N, K], log q, dtype of the losses.
     """
     plan = plan_chunks(x, weight.shape, settings.wanted.dw, settings.exact, settings.chunk_bytes)
     loss = x.new_empty(x.shape[0], dtype=accumulator(x.dtype))
@@ -170,7 +173,7 @@ def topk_and_gradients(
 
 
 class _TopK:
-    """The `RowLoss` of a divergence from K tokens: cross entropy of the first one, then K columns of the gradient."""
+    """The `RowLoss` of a divergence from K tokens: cross entropy of the first, then K columns of the gradient."""
 
     def __init__(
         self, target: Tensor, tokens: Tensor, log_probs: Tensor, scale: Tensor, options: Options, gradient: bool,
@@ -186,7 +189,7 @@ class _TopK:
         mass = q.sum(1, keepdim=True)
         loss, largest, log_sum = (torch.empty_like(self._loss[rows]) for _ in range(3))
         logits = z.gather(1, tokens).to(loss.dtype)
-        # The gradient of -mass log p of the first token; its columns of the K tokens are stored anew.
+        # Gradient of -mass log p of the first token; the columns of the K tokens are overwritten below.
         first = tokens[:, 0].where(counted[:, 0], options.ignore_index)
         cross_entropy_rows(
             z, first, (scale * mass)[:, 0], loss, options, self._gradient, largest=largest, log_sum=log_sum
@@ -194,7 +197,7 @@ class _TopK:
         squashed = torch.tanh(logits / options.softcap) if options.softcap else logits
         wide = (options.softcap or 1.0) * squashed / options.temperature
         log_p = wide - largest[:, None] - log_sum[:, None]
-        # 0 log 0 is 0.
+        # 0 · log 0 is 0.
         terms = (q * (log_q - log_p).masked_fill(q == 0, 0.0)).where(counted, 0.0)
         self._loss[rows].copy_(terms.sum(1))
         if self._gradient:

@@ -1,9 +1,9 @@
-"""A divergence of rows whose vocabulary several processes hold: what `divergence_rows` does with whole rows.
+"""`divergence_rows` for a vocabulary that is sharded over processes.
 
-Each process has the logits of some classes, of student and teacher. Three things are of all classes: the log-sum-exps
-of both, the divergence Σ terms, and Σ pc, which the gradient pc - p Σ pc takes (`ops.divergence`). The processes
-exchange these few numbers of a row. The log-sum-exps are computed by the kernel of cross entropy; terms and gradients
-by plain PyTorch, some columns at a time: nothing the size of a chunk's logits is made in fp32.
+Each rank has the logits of its classes, of student and teacher. Three reductions are over all classes: log-sum-exp of
+both, the divergence Σ terms, and Σ p c for the gradient p c - p Σ p c (`ops.divergence`); ranks exchange these numbers
+of each row. The cross-entropy kernel computes log-sum-exps; plain PyTorch computes terms and gradients in blocks of
+columns, so that no fp32 tensor of the size of a chunk's logits is allocated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..cross_entropy.rows import partial_statistics
 from ..divergence.divergence_reference import Form, divergence_terms, gradient_terms
 from ..head.vocabulary_parallel import VocabularyShard
 
-# Elements of a part of the logits: an fp32 copy of them takes 16 MiB.
+# Elements per block of logits; an fp32 copy has 16 MiB.
 _PART_ELEMENTS = 2**22
 
 
@@ -26,20 +26,20 @@ def sharded_divergence(
     z: Tensor, t: Tensor, target: Tensor, scale: Tensor, loss: Tensor, form: Form, shard: VocabularyShard,
     *, gradient: bool, labels: tuple[Tensor, Statistics] | None = None,
 ) -> None:  # fmt: skip
-    """Fill `loss` with the divergences of rows over all shards, and overwrite z by its gradient. A collective.
+    """Fill `loss` with the divergences of rows over all shards, and overwrite z with its gradient. Collective.
 
     Args:
-        z: [N, V], logits of the student, of this process's classes.
-        t: [N, V'], logits of the teacher, of the first V' <= V of them.
+        z: [N, V], logits of the student, classes of this rank.
+        t: [N, V'], logits of the teacher, the first V' <= V of these classes.
         target, scale, loss, form: as in `divergence_rows`.
-        shard: the classes of this process.
-        gradient: whether to overwrite z by scale · dloss/dz.
-        labels: weights [N] of the cross entropies of the targets, whose gradients are added, and the statistics of the
-            rows at temperature 1 over the whole vocabulary.
+        shard: the classes of this rank.
+        gradient: whether to overwrite z with scale · dloss/dz.
+        labels: (scales [N] of cross entropies of the targets, whose gradients are added; statistics of the rows at
+            temperature 1 over the whole vocabulary).
     """
     both = t.shape[1]
     counted = target != form.ignore_index
-    # Any class serves as the target: only the log-sum-exp is used.
+    # The target can be any class: only the log-sum-exp is used.
     anything = torch.full_like(target, int(form.ignore_index == 0)).where(counted, form.ignore_index)
     columns = shard.columns(0)
     of_z, of_t = (
@@ -80,14 +80,14 @@ def sharded_divergence(
 def sharded_cross_entropy(
     z: Tensor, target: Tensor, loss: Tensor, options: Options, shard: VocabularyShard
 ) -> Statistics:
-    """Fill `loss` with the cross entropies of rows; returns their statistics over all shards. A collective."""
+    """Fill `loss` with the cross entropies of rows; returns their statistics over all shards. Collective."""
     whole = shard.gather_statistics([partial_statistics(z, target, options, shard.columns(0))])
     loss.copy_(losses_of(whole, target, options))
     return whole
 
 
 def _parts(n_rows: int, *stops: int) -> Iterator[slice]:
-    """Columns up to the largest of `stops`, so many at a time that none crosses another of them."""
+    """Blocks of columns up to the largest of `stops`; no block crosses one of `stops`."""
     step, start = max(_PART_ELEMENTS // max(n_rows, 1), 1), 0
     for stop in sorted(stops):
         for first in range(start, stop, step):
@@ -96,8 +96,8 @@ def _parts(n_rows: int, *stops: int) -> Iterator[slice]:
 
 
 def _log_probs(z: Tensor, softcap: float, temperature: float, whole: Statistics) -> Tensor:
-    """Log-probabilities of some columns, from the statistics of their rows over the whole vocabulary."""
+    """Log-probabilities of logits z, from the statistics of their rows over the whole vocabulary."""
     wide = z.to(whole.largest.dtype)
     wide = softcap * torch.tanh(wide / softcap) if softcap else wide
-    # Far from zero, the sum of both would lose digits.
+    # Two subtractions: the sum of both would be rounded to few digits of log_sum.
     return wide / temperature - whole.largest[:, None] - whole.log_sum[:, None]

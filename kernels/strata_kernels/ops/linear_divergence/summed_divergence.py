@@ -1,4 +1,4 @@
-"""What the operators of divergences over a head share: their outputs, and a backward pass that only multiplies."""
+"""Base class of the operators in this package: outputs, and a backward pass that scales saved gradients."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..cross_entropy.reduction import scaled
 
 
 class SummedDivergence(Operator):
-    """The sum of the rows by the divisor; last dx, dW and db for an incoming gradient of 1, empty where not wanted.
+    """(Σ_rows loss / divisor, ..., dx, dW, db for an incoming gradient of 1); gradients are empty if not requested.
 
-    The first three inputs are divisor, x and weight, the fourth is the bias, the last three say what is wanted.
+    The first four inputs are divisor, x, weight and bias, the last three want_dx, want_dw and want_db.
     """
 
     @staticmethod
     def fake(divisor: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        """Empty outputs of the shapes that `forward` gives them."""
+        """Uninitialized outputs with the shapes of `forward`'s."""
         dx, dw, db = rest[-3:]
         return (
             x.new_empty((), dtype=accumulator(x.dtype)),
@@ -30,7 +30,7 @@ class SummedDivergence(Operator):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Keep the gradients."""
+        """Save dx, dW and db."""
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*output[-3:])
@@ -38,7 +38,7 @@ class SummedDivergence(Operator):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        """The gradients times the incoming one."""
+        """The saved gradients times the incoming gradient."""
         refuse_double_backward("a divergence")
         nothing: tuple[None, ...] = (None,) * ctx.n_inputs
         if grad is None:

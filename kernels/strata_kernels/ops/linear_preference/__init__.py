@@ -1,7 +1,7 @@
-"""Losses of preference and policy optimization over a linear head: log-probabilities, then a small formula.
+"""Losses of preference and policy optimization over an LM head.
 
-The heavy pass is `linear_logprobs`. The formulas are those of `strata_kernels.preference` and `strata_kernels.policy`:
-plain PyTorch on a few numbers per token, through which autograd finds the coefficient of each row's gradient.
+`linear_logprobs` computes log-probabilities of tokens. The losses are functions of `strata_kernels.preference` and
+`strata_kernels.policy`: plain PyTorch on a few numbers per token, differentiated by autograd.
 
     linear_pairs     linear_preference: pairs of answers; linear_kto: single answers
     linear_policy    linear_grpo

@@ -1,4 +1,4 @@
-"""linear_preference and linear_kto: losses of answers from hidden states and a head, without logits in memory.
+"""linear_preference and linear_kto: losses of answers, from hidden states and an LM head.
 
 Formulas: `strata_kernels.preference`. 8·N·H·V FLOPs, 6·N·H·V with a frozen head, for N rows with a target.
 """
@@ -20,9 +20,9 @@ Preference = PairLoss | ReferenceFree
 
 
 class PairTerms(NamedTuple):
-    """What a loss of pairs gives.
+    """Results of `linear_preference`.
 
-    loss: scalar, with gradient.
+    loss: scalar, differentiable.
     chosen, rejected: [B], log-probabilities of the answers, summed over their tokens, without gradient.
     """
 
@@ -32,9 +32,9 @@ class PairTerms(NamedTuple):
 
 
 class AnswerTerms(NamedTuple):
-    """What a loss of single answers gives.
+    """Results of `linear_kto`.
 
-    loss: scalar, with gradient.
+    loss: scalar, differentiable.
     answers: [B], log-probabilities of the answers, summed over their tokens, without gradient.
     """
 
@@ -57,7 +57,7 @@ def linear_preference(
     num_items: int | Tensor | None = None,
     **options: Any,
 ) -> PairTerms:
-    """The loss of pairs of answers: one of DPO's eleven losses, CPO, SimPO or ORPO.
+    """Loss of pairs of answers: one of DPO's eleven losses, CPO, SimPO or ORPO. Logits are never all materialized.
 
     Equivalent to::
 
@@ -68,21 +68,21 @@ def linear_preference(
 
     Args:
         x: [2 B, T, H], hidden states of the chosen answers, then of the rejected ones; dtypes as in `linear_logprobs`.
-        weight: [V, H].
-        target: [2 B, T], int64: the token that each position predicts, -100 where it is none of an answer.
+        weight: [V, H], LM head.
+        target: [2 B, T], int64: the token that each position predicts, -100 for tokens outside answers.
         reference: [2 B], log-probabilities of the answers under the reference model, summed over their tokens; None for
             cpo, simpo and orpo.
         loss: a loss of `dpo_losses`, or cpo, simpo, orpo.
         beta, label_smoothing, discopop_tau: as in `dpo_losses`.
-        gamma: the margin of simpo, for which beta is usually about 2.
-        nll_weight: weight of the negative log-likelihood per token of the chosen answers; 1 for cpo and orpo and 0 for
-            the others if left out.
-        num_items: pairs of the whole step, over its micro-batches and processes; those here if left out.
+        gamma: margin of simpo; simpo's beta is usually about 2.
+        nll_weight: factor of the negative log-likelihood per token of the chosen answers; default 1 for cpo and orpo,
+            else 0.
+        num_items: number of pairs of the whole step, over micro-batches and processes; default B.
         options: bias, softcap, temperature, ignore_index, max_targets, group, accumulate, chunk_bytes of
             `linear_logprobs`.
 
     Raises:
-        ValueError: a shape, dtype or option does not fit.
+        ValueError: a wrong shape, dtype or option.
 
     Example:
         >>> x, weight = torch.randn(4, 8, 16), torch.randn(32, 16, requires_grad=True)
@@ -130,7 +130,7 @@ def linear_kto(
     num_items: int | Tensor | None = None,
     **options: Any,
 ) -> AnswerTerms:
-    """The KTO loss of single answers that are desirable or not.
+    """KTO loss of single answers, each desirable or undesirable. Logits are never all materialized.
 
     Equivalent to::
 
@@ -139,17 +139,17 @@ def linear_kto(
         loss = kto_losses(answers, reference, desirable, kl, loss=loss, beta=beta).sum() / (num_items or len(answers))
 
     Args:
-        x: [B, T, H], hidden states; dtypes as in `linear_logprobs`. weight: [V, H].
-        target: [B, T], int64: the token that each position predicts, -100 where it is none of an answer.
+        x: [B, T, H], hidden states; dtypes as in `linear_logprobs`. weight: [V, H], LM head.
+        target: [B, T], int64: the token that each position predicts, -100 for tokens outside answers.
         reference: [B], log-probabilities of the answers under the reference model, summed over their tokens.
         desirable: [B], bool.
-        kl: scalar, as `kto_kl` gives it.
+        kl: scalar, result of `kto_kl`.
         loss, beta, desirable_weight, undesirable_weight: as in `kto_losses`.
-        num_items: answers of the whole step; those here if left out.
+        num_items: number of answers of the whole step; default B.
         options: as in `linear_preference`.
 
     Raises:
-        ValueError: a shape, dtype or option does not fit.
+        ValueError: a wrong shape, dtype or option.
 
     Example:
         >>> x, weight = torch.randn(2, 8, 16), torch.randn(32, 16, requires_grad=True)

@@ -1,4 +1,4 @@
-"""linear_grpo: losses of policy optimization from hidden states and a head, without logits in memory.
+"""linear_grpo: losses of policy optimization, from hidden states and an LM head.
 
 Formulas: `strata_kernels.policy`. 8·N·H·V FLOPs, 6·N·H·V with a frozen head, for N rows with a target.
 """
@@ -16,11 +16,11 @@ from ..linear_cross_entropy.linear_logprobs import linear_logprobs
 
 
 class GrpoTerms(NamedTuple):
-    """What a loss of policy optimization gives.
+    """Results of `linear_grpo`.
 
-    loss: scalar, with gradient.
-    log_probs: [B, T], of the tokens, without gradient; 0 where there is none.
-    kl, clipped: [B, T], terms of the tokens as in `PolicyTerms`, without gradient.
+    loss: scalar, differentiable.
+    log_probs: [B, T], of the tokens, without gradient; 0 for tokens outside answers.
+    kl, clipped: [B, T], as in `PolicyTerms`, without gradient.
     """
 
     loss: Tensor
@@ -49,7 +49,7 @@ def linear_grpo(
     max_tokens: int | None = None,
     **options: Any,
 ) -> GrpoTerms:
-    """The policy loss of answers with advantages: grpo, bnpo, dr_grpo, dapo, gspo, cispo or sapo.
+    """Policy loss grpo, bnpo, dr_grpo, dapo, gspo, cispo or sapo. Logits are never all materialized.
 
     Equivalent to::
 
@@ -61,18 +61,18 @@ def linear_grpo(
 
     Args:
         x: [B, T, H], hidden states; dtypes as in `linear_logprobs`. weight: [V, H].
-        target: [B, T], int64: the token that each position predicts, -100 where it is none of an answer.
-        advantages: [B], as `group_advantages` gives them.
+        target: [B, T], int64: the token that each position predicts, -100 for tokens outside answers.
+        advantages: [B], e.g. from `group_advantages`.
         loss, beta, epsilon_low, epsilon_high, delta, sapo_temperatures: as in `policy_losses`.
-        old_log_probs: [B, T], of the policy that the ratio is to; this one without gradient if left out.
-        reference_log_probs: [B, T], of the reference model; needed where beta is not 0.
-        importance_weights: [B, T], as `truncated_importance_weights` gives them.
+        old_log_probs: [B, T], of the policy in the denominator of the ratio; default: this policy's, detached.
+        reference_log_probs: [B, T], of the reference model; required if beta is not 0.
+        importance_weights: [B, T], e.g. from `truncated_importance_weights`.
         total_sequences, total_tokens, max_tokens: totals of the whole step, as in `policy_weights`.
         options: bias, softcap, temperature, ignore_index, max_targets, group, accumulate, chunk_bytes of
-            `linear_logprobs`. The temperature is that of the sampling.
+            `linear_logprobs`. Use the temperature of sampling.
 
     Raises:
-        ValueError: a shape, dtype or option does not fit.
+        ValueError: a wrong shape, dtype or option.
 
     Example:
         >>> x, weight = torch.randn(2, 8, 16), torch.randn(32, 16, requires_grad=True)
