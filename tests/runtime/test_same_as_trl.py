@@ -6,6 +6,7 @@ All rows are one batch, so that the order of the data, which is the project's ow
 import importlib
 import importlib.util
 import math
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -187,6 +188,60 @@ def test_losses_and_norms_are_those_of_trl(output, name):
     assert found[-1][0] < 0.8 * found[0][0] or name in ("kto", "apo", "reward")
     if name == "kto":
         assert read_points(RunFolder.of(spec_of(output, name)).metrics)[-1].metrics["kl"] > 0.1
+
+
+# Columns of rows that TRL has tokenized, with the answers of a row.
+TOKENIZED = {"sft": ["completion"], "dpo": ["chosen", "rejected"], "kto": ["completion"]}
+
+
+def tokens_of(row, answers):
+    """The tokens of a row that TRL has tokenized, and their labels without those of the line break after each turn."""
+    if "labels" in row:
+        return row["input_ids"], [*row["labels"][:-1], -100]
+    context = row["prompt_ids"]
+    pairs = [
+        (context + row[f"{name}_ids"], [-100] * len(context) + row[f"{name}_ids"][:-1] + [-100]) for name in answers
+    ]
+    return tuple([token for part in parts for token in part] for parts in zip(*pairs, strict=True))
+
+
+@pytest.mark.parametrize("objective", TOKENIZED)
+def test_chat_template_kwargs_of_rows_give_the_tokens_and_labels_of_trl(output, objective):
+    """With Qwen3's template: where it does not think, the empty reasoning belongs to the prompt."""
+    modes = [{"enable_thinking": False}, {"enable_thinking": True}, {}, {"enable_thinking": False, "other": "text"}]
+    answers = TOKENIZED[objective]
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"{n} + {n}?"}],
+            **{name: [{"role": "assistant", "content": f"It is {2 * n + m}."}] for m, name in enumerate(answers)},
+            **({"label": n % 2 == 0} if objective == "kto" else {}),
+            "chat_template_kwargs": mode,
+        }
+        for n, mode in enumerate(modes)
+    ]
+    template = f"{importlib.import_module('trl').__path__[0]}/chat_templates/qwen3.jinja"
+    tokenizer = AutoTokenizer.from_pretrained(output / "pretrained")
+    tokenizer.chat_template = Path(template).read_text()
+    trainer = trainer_of(output, objective.upper(), rows, {}, pretrained(output), processing_class=tokenizer)
+    expected = [tokens_of(row, answers) for row in trainer.train_dataset]
+
+    write_pairs(output / "modes.jsonl", rows)
+    data = {"source": f"{output}/modes.jsonl", "chat_template": template, "sequence_length": 96, "packing": False}
+    spec = RunSpec.model_validate(
+        {
+            "model": {"name": f"{output}/pretrained"},
+            "data": {**data, "validation_fraction": 0},
+            "objective": {"type": objective},
+        }
+    )
+    found = prepare(DataRecipe.from_spec(spec, fingerprint(spec)), output / f"modes-{objective}", report=print).train
+    ours = []
+    for row in found:
+        filled = row["input_ids"] != tokenizer.pad_token_id
+        ours.append((row["input_ids"][filled].tolist(), row["labels"][filled].tolist()))
+    assert sorted(ours) == sorted(expected)
+    # The reasoning is learned or not.
+    assert len({len(ids) - labels.count(-100) for ids, labels in expected}) == 2
 
 
 def test_answers_are_compared_without_dropout(output):

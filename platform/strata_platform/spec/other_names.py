@@ -292,6 +292,8 @@ NO_FIELDS = {
     "field_thinking": _REASONING,
     "template_thinking_key": _REASONING,
     "field_tools": "a column called tools is read",
+    "chat_template_kwargs": "a column chat_template_kwargs of the rows is passed to the chat template",
+    "enable_thinking": "a column chat_template_kwargs of the rows may hold it",
     "field_input": "columns called input or context are read; others by data.template",
     "dataset_exact_deduplication": "remove duplicates from the data beforehand",
     "sample_packing_sequentially": _ORDER,

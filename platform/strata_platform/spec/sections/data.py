@@ -174,8 +174,8 @@ class Reading(Section):
     messages_column: Text | None = Field(
         None,
         description="Column of format `chat`, by default `messages`, `conversations` or `conversation`: a list of "
-        "{role, content}, or of {from, value} as in ShareGPT. Assistant messages with `weight: 0` carry no loss. If "
-        "the row has a column `tools`, it is passed to the chat template.",
+        "{role, content}, or of {from, value} as in ShareGPT. Assistant messages with `weight: 0` carry no loss. The "
+        "columns `tools` and `chat_template_kwargs` are passed to the chat template.",
     )
     message_keys: _MessageKeys = Field(
         {},

@@ -1,7 +1,8 @@
-"""Keys of messages that a chat template does not read, such as the `name` of who speaks: they are told, not refused."""
+"""Keys of messages, and of `chat_template_kwargs`, that a chat template does not read: they are told, not refused."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
@@ -9,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from strata_platform.spec.sections.data import Data
 from tasks.runtime.data.chat.messages import REASONING, Messages
 from tasks.runtime.data.chat.row_chats import chats_in
+from tasks.runtime.data.chat.template_kwargs import template_kwargs_of
 from tasks.runtime.data.chat.tools import COLUMN, tools_of
 from tasks.runtime.data.formats.known_formats import Format
 from tasks.runtime.data.formats.row_documents import chat_templates
@@ -34,15 +36,32 @@ def unread_keys(
     for row in rows:
         try:
             tools = None if COLUMN in data.ignore_columns else tools_of(row)
+            kwargs = template_kwargs_of(row, data)
             for chat in chats_in(row_format.name, columns, row, data):
                 messages = without_media(chat)
                 open_keys = [pair for pair in _keys_of(messages) if not read.get(pair)]
                 if open_keys:
-                    found = templates[bool(tools)].reads(messages, open_keys, row.where, tools)
+                    found = templates[bool(tools)].reads(messages, open_keys, row.where, tools, kwargs)
                     read |= zip(open_keys, found, strict=True)
         except RowError:
             continue
     return [f"{key!r} of {role!r}" for (key, role), is_read in read.items() if not is_read]
+
+
+def unread_kwargs(row_format: Format, data: Data, rows: Sequence[Row]) -> list[str]:
+    """The keys of `chat_template_kwargs` in `rows` that no chat template of the format names.
+
+    Rows that cannot be read are left out.
+    """
+    templates = row_format.templates or ""
+    source = templates if isinstance(templates, str) else "\n".join(templates.values())
+    found: dict[str, None] = {}
+    for row in rows if source else ():
+        try:
+            found |= dict.fromkeys(template_kwargs_of(row, data))
+        except RowError:
+            continue
+    return [name for name in found if re.search(rf"\b{re.escape(name)}\b", source) is None]
 
 
 def _keys_of(messages: Messages) -> list[tuple[str, str]]:

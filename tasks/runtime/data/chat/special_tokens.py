@@ -69,12 +69,14 @@ class SpecialTokens:
         return _mapped(value, lambda text: self._to_hide.sub(replace, text)), hidden
 
     def hide_in_chat(
-        self, messages: list[dict[str, Any]], tools: Any, where: str
+        self, messages: list[dict[str, Any]], others: Any, where: str
     ) -> tuple[list[dict[str, Any]], Any, list[str]]:
-        """`hide` in messages and tools, but not in roles: a template may name one that is a special token."""
+        """`hide` in messages, and in what else the template gets, but not in roles: a template may name one that is a
+        special token.
+        """
         rest = [{key: value for key, value in message.items() if key != "role"} for message in messages]
-        (rest, tools), hidden = self.hide([rest, tools], where)
-        return [{"role": message["role"], **item} for message, item in zip(messages, rest, strict=True)], tools, hidden
+        (rest, others), hidden = self.hide([rest, others], where)
+        return [{"role": message["role"], **item} for message, item in zip(messages, rest, strict=True)], others, hidden
 
     def plain_spans(self, text: str) -> list[tuple[int, int]]:
         """The stretches between control tokens of a rendered text that have a token that was replaced."""

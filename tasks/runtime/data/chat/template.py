@@ -17,8 +17,8 @@ part of the context and carries no loss.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from strata_platform.spec.sections.data import TrainOn
 from tasks.runtime.data.chat.message_check import PRIVATE, MessageCheck
@@ -56,6 +56,7 @@ class ChatTemplate:
         self.source = source
         self._reads_texts: bool | None = None if multimodal else True
         self._in_parts = False
+        self._kwargs: Mapping[str, Any] = {}
         self._named = "the tokenizer's own template" if name is None else repr(name)
         self._tokenizer = tokenizer
         self._marked = _GENERATION.search(source) is not None
@@ -65,15 +66,22 @@ class ChatTemplate:
         self._check = MessageCheck(source, self._apply)
 
     def render(
-        self, messages: Messages, where: str, tools: Tools | None = None, train_on: TrainOn = "completions"
+        self,
+        messages: Messages,
+        where: str,
+        tools: Tools | None = None,
+        train_on: TrainOn = "completions",
+        kwargs: Mapping[str, Any] | None = None,
     ) -> list[Rendered]:
         """Render to texts with the learned spans, in characters: one text for the chat, or one per turn.
+
+        kwargs: further variables of the template.
 
         Raises:
             RowError: the template rejects these messages, or omits a message, a tool, a tool call or reasoning.
             ValueError: the assistant's spans cannot be located in the template's output.
         """
-        self._in_parts = self._needs_parts(messages)
+        self._begin(messages, kwargs)
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         chosen = learned_messages(messages, train_on)
         learned = [index for index in turns if index in chosen]
@@ -97,7 +105,9 @@ class ChatTemplate:
             documents = [Rendered(documents[0].text, sorted([*documents[0].learned, *extra]))]
         return documents
 
-    def render_prompt(self, messages: Messages, where: str, tools: Tools | None = None) -> Rendered:
+    def render_prompt(
+        self, messages: Messages, where: str, tools: Tools | None = None, kwargs: Mapping[str, Any] | None = None
+    ) -> Rendered:
         """Render to the text that the assistant's next turn follows.
 
         Raises:
@@ -105,19 +115,26 @@ class ChatTemplate:
         """
         if messages[-1]["role"] == "assistant":
             raise RowError(f"{where}: the prompt ends with the assistant's message, which the model has to generate")
-        self._in_parts = self._needs_parts(messages)
+        self._begin(messages, kwargs)
         messages = [{key: item for key, item in message.items() if key != "weight"} for message in messages]
         ((text, _),) = self._apply([(messages, True)], where, tools)
         self._require_tools(tools, text, where)
         self._check.require_all(messages, text, where, tools)
         return Rendered(text, [])
 
-    def reads(self, messages: Messages, keys: Sequence[tuple[str, str]], where: str, tools: Tools | None) -> list[bool]:
+    def reads(
+        self,
+        messages: Messages,
+        keys: Sequence[tuple[str, str]],
+        where: str,
+        tools: Tools | None,
+        kwargs: Mapping[str, Any],
+    ) -> list[bool]:
         """Whether the template writes anything else without a key of the messages of a role, for each (key, role).
 
         Raises RowError: the template rejects these messages.
         """
-        self._in_parts = self._needs_parts(messages)
+        self._begin(messages, kwargs)
         chats = [messages]
         for key, role in keys:
             without = [{name: item for name, item in message.items() if name != key} for message in messages]
@@ -125,6 +142,11 @@ class ChatTemplate:
             chats.append([other if message["role"] == role else message for message, other in pairs])
         (whole, _), *others = self._apply([(chat, False) for chat in chats], where, tools)
         return [text != whole for text, _ in others]
+
+    def _begin(self, messages: Messages, kwargs: Mapping[str, Any] | None) -> None:
+        """Set what each rendering of these messages has."""
+        self._kwargs = kwargs or {}
+        self._in_parts = self._needs_parts(messages)
 
     def _needs_parts(self, messages: Messages) -> bool:
         """Whether contents are rendered as lists of parts: those of a chat with images or audio, or of a template for
@@ -301,7 +323,8 @@ class ChatTemplate:
 
         chats: messages, and whether the generation prompt follows them.
         """
-        common = {"tools": tools, "chat_template": self.source, **options, **self._tokenizer.special_tokens_map}
+        variables = {**self._tokenizer.special_tokens_map, **self._kwargs}
+        common = {"tools": tools, "chat_template": self.source, **options, **variables}
         if self._in_parts:
             chats = [([*map(as_parts, messages)], prompted) for messages, prompted in chats]
         try:

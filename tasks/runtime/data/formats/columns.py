@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from strata_platform.spec.sections.data import Data
 from strata_platform.spec.sections.objectives import PAIRED, PROMPTED
+from tasks.runtime.data.chat.template_kwargs import COLUMN as TEMPLATE_KWARGS
 from tasks.runtime.data.chat.tools import COLUMN as TOOLS
 from tasks.runtime.data.formats.token_rows import COLUMN as TOKENS
 from tasks.runtime.data.formats.token_rows import OPTIONAL as BESIDE_TOKENS
@@ -147,7 +148,7 @@ _MEANINGS: dict[str, _Meaning] = {
     },
     "videos": _Meaning((*_RAW, *CHATS), _is_given, "holds videos", "only texts, images and audio are read"),
     "functions": _Meaning(CHATS, _is_given, "holds the tools of the chat", f"rename it to {TOOLS!r}"),
-    "chat_template_kwargs": _Meaning(CHATS, _is_given, "changes how the chat is rendered", "drop the column"),
+    TEMPLATE_KWARGS: _Meaning(CHATS, _is_given, "changes how the chat is rendered", "drop the column"),
 }
 _SYNONYMS = {
     **{synonym: medium.columns[0] for medium in MEDIA for synonym in medium.columns[1:]}, "video": "videos",
@@ -232,7 +233,7 @@ def optional_columns(name: str, columns: Iterable[str], data: Data) -> tuple[str
     if name not in CHATS:
         return ()
     media = (column for medium in MEDIA for column in media_columns(data, medium))
-    found = (*system_columns(data), TOOLS, *media)
+    found = (*system_columns(data), TOOLS, TEMPLATE_KWARGS, *media)
     if name in ("alpaca", "prompt_chat") or (name == "preference_chat" and len(tuple(columns)) == len(_FIELDS[name])):
         found += (*INPUTS, HISTORY)
     return tuple(column for column in found if column not in data.ignore_columns and column not in columns)

@@ -13,6 +13,7 @@ from tasks.runtime.data.chat.messages import Messages, advice_on_role, is_empty_
 from tasks.runtime.data.chat.prompt_template import PromptTemplate
 from tasks.runtime.data.chat.special_tokens import SpecialTokens, restore
 from tasks.runtime.data.chat.template import ChatTemplate, Rendered
+from tasks.runtime.data.chat.template_kwargs import template_kwargs_of
 from tasks.runtime.data.chat.template_renderer import Span
 from tasks.runtime.data.chat.template_source import resolve_template
 from tasks.runtime.data.chat.tools import COLUMN, tools_of
@@ -107,12 +108,13 @@ def chat_renderer(
         if found := media_in(messages):
             # Before a template for texts alone would be blamed.
             media.processor(found, row)
-        texts, tools, hidden = special.hide_in_chat(without_media(messages), tools, row.where)
+        given = [tools, template_kwargs_of(row, data)]
+        texts, (tools, kwargs), hidden = special.hide_in_chat(without_media(messages), given, row.where)
         template = templates[bool(tools)]
         if prompts:
-            rendered = [template.render_prompt(texts, row.where, tools)]
+            rendered = [template.render_prompt(texts, row.where, tools, kwargs)]
         else:
-            rendered = template.render(texts, row.where, tools, data.train_on or "completions")
+            rendered = template.render(texts, row.where, tools, data.train_on or "completions", kwargs)
         return media.draw([_segments(document, hidden, special) for document in rendered], found, row)
 
     return render

@@ -17,8 +17,9 @@ from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec import DataRecipe
 from strata_platform.spec.sections.data import Data
-from tasks.runtime.data.chat.message_keys import unread_keys
+from tasks.runtime.data.chat.message_keys import unread_keys, unread_kwargs
 from tasks.runtime.data.chat.special_tokens import texts_in
+from tasks.runtime.data.chat.template_kwargs import COLUMN as TEMPLATE_KWARGS
 from tasks.runtime.data.formats.columns import CHATS, PROMPTS, Unread, columns_of, keys_in, optional_columns
 from tasks.runtime.data.formats.format_choice import choose_format
 from tasks.runtime.data.formats.known_formats import Format, make_format, raw_text
@@ -152,6 +153,9 @@ def make_plan(
             warnings.warn(f"data.{field} has no effect on {source.name}, whose format is {name}", stacklevel=4)
     if left := unread_keys(row_format, columns, tokenizer, recipe.data, first):
         report(f"keys of messages that the chat template does not read: {', '.join(left)}")
+    if left := unread_kwargs(row_format, recipe.data, first):
+        named = ", ".join(map(repr, left))
+        report(f"keys of column {TEMPLATE_KWARGS!r} that the chat template does not read: {named}")
     if row_format.templates is not None:
         tokenizer.chat_template = row_format.templates
     plan = Plan(
