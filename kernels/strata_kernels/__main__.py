@@ -17,7 +17,7 @@ from .warmup.bake import MANIFEST, bake
 from .warmup.cross_compile import target_of
 from .warmup.plan_model import load_config, plan_model, presets
 
-# Trained weights: all, or those of an adapter, which is in the linear layers.
+# Trained weights: all, or those of a LoRA adapter on the linear layers.
 _LEARNS = ("all", "adapter")
 _BATCHES, _LENGTHS = (1, 2, 4, 8), (4096,)
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -36,8 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m strata_kernels", description=__doc__)
     commands = parser.add_subparsers(required=True)
-    models = commands.add_parser("models", help="print the table of model families, or what is fused in some types")
-    models.add_argument("types", nargs="*", metavar="TYPE", help="a model type of transformers, as qwen3_moe")
+    models = commands.add_parser("models", help="print the table of model families, or the operators of given types")
+    models.add_argument("types", nargs="*", metavar="TYPE", help="a model type of transformers, e.g. qwen3_moe")
     models.set_defaults(run=_models)
     plan = commands.add_parser("plan", help="list every kernel that training a model launches")
     plan.add_argument("--out", type=Path, required=True, metavar="FILE", help="output file of the plan, JSON")
@@ -53,11 +53,11 @@ def _parser() -> argparse.ArgumentParser:
     for command in (plan, baking):
         known = ", ".join(presets())
         # No defaults here, so that --plan can reject these arguments.
-        command.add_argument("--model", type=_list, help=f"{known}; or paths of a config.json or its folder")
+        command.add_argument("--model", type=_list, help=f"{known}; or paths of config.json files or their folders")
         command.add_argument("--dtype", choices=_DTYPES, help="dtype of the layers; default: bfloat16")
         command.add_argument("--learns", type=_learns, help="all,adapter; default: both")
-        command.add_argument("--batch", type=_numbers, help="rows of a micro-batch; default: 1,2,4,8")
-        command.add_argument("--length", type=_numbers, help="tokens of a row; default: 4096")
+        command.add_argument("--batch", type=_numbers, help="sequences per micro-batch; default: 1,2,4,8")
+        command.add_argument("--length", type=_numbers, help="tokens per sequence; default: 4096")
     return parser
 
 
@@ -135,7 +135,7 @@ def _bake(options: argparse.Namespace) -> int:
 
 
 def _progress(width: int = 24) -> Callable[[int, int, str], None]:
-    """A progress bar in a terminal; otherwise, as in a build log, a line per quarter."""
+    """A progress bar in a terminal; otherwise, e.g. in a build log, one line per quarter."""
     live = sys.stderr.isatty()
 
     def show(done: int, total: int, what: str) -> None:

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 class AutoModelForCausalLM(transformers.AutoModelForCausalLM):  # type: ignore[misc]
     """`transformers.AutoModelForCausalLM`, then `patch_model`.
 
-    Methods have the arguments of the base class, and `exclude` of `patch_model`.
+    Its methods have the arguments of the base class, and `exclude` for `patch_model`.
 
     Raises:
         ValueError: as `patch_model`.

@@ -1,4 +1,4 @@
-"""Hashes of source files, and files that are replaced as a whole."""
+"""Hashes of source files, and atomic writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @cache
 def source_hash(folder: Path) -> str:
-    """A hash of the Python files in a folder, or of one file."""
+    """SHA-256 of the Python files in a folder, or of one file."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")) if folder.is_dir() else [folder]:
         text = path.read_bytes()
@@ -20,7 +20,7 @@ def source_hash(folder: Path) -> str:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file so that readers see the old contents or the new."""
+    """Write a file so that readers see either the old or the new contents."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         temporary.write_bytes(data)

@@ -1,6 +1,6 @@
 """The operators as modules. A module stores parameters and settings and calls the operator.
 
-Names and shapes of parameters equal those of transformers' Llama models, so their state dicts load.
+Parameters have the names and shapes of transformers' Llama models, so that their state dicts load.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .patch.structure import activate_and_project
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
-# The operator on two tensors, the operator on a packed tensor, and their options.
+# Activation → (operator on gate and up, operator on a packed tensor, options of both).
 _GATED: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], dict[str, Any]]] = {
     "silu": (swiglu, swiglu_packed, {}),
     "gelu": (geglu, geglu_packed, {"approximate": "none"}),
@@ -40,7 +40,7 @@ class RMSNorm(nn.Module):
     Args:
         features: size of the last axis, D.
         eps, offset, cast: as in `rms_norm`. Gemma's norm is `offset=1.0, cast="gemma"`.
-        weight: False for no weight.
+        weight: whether there is a weight.
 
     Example:
         >>> RMSNorm(4)(torch.ones(2, 4)).shape
@@ -79,7 +79,7 @@ class RMSNorm(nn.Module):
 
 
 class AddRMSNorm(RMSNorm):
-    """`add_rms_norm`: add a layer's result to the residual stream, and normalize the sum for the next layer.
+    """`add_rms_norm`: add a layer's result to the residual stream, then normalize the sum for the next layer.
 
     Args: as in `RMSNorm`.
 
@@ -88,7 +88,7 @@ class AddRMSNorm(RMSNorm):
     """
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """x, residual: [..., D] → the norm of their sum, and the sum."""
+        """x, residual: [..., D] → (norm of their sum, their sum), each [..., D]."""
         return add_rms_norm(x, residual, self.weight, self.eps, offset=self.offset, cast=self.cast)
 
 
@@ -98,7 +98,7 @@ class LayerNorm(nn.Module):
     Args:
         features: size of the last axis, D.
         eps: added to the variance.
-        weight, bias: False for no such parameter.
+        weight, bias: whether there is such a parameter.
 
     Example:
         >>> LayerNorm(4, bias=False)(torch.ones(2, 4)).shape
@@ -142,10 +142,10 @@ class GatedMLP(nn.Module):
 
     Args:
         features: size of the last axis of input and output, D.
-        hidden: size of the hidden layer, F.
+        hidden: size of the hidden layer.
         activation: "silu" (Llama, Qwen), "gelu", or "gelu_tanh" (Gemma).
-        packed: gate and up are one `gate_up_proj` (Phi-3, GLM), the gate first: one larger matrix product instead of
-            two, without splitting or concatenating tensors.
+        packed: gate and up are one `gate_up_proj` (Phi-3, GLM), the gate first: one matrix product instead of two,
+            without copies.
         bias: whether the projections have a bias.
 
     Raises:
@@ -204,14 +204,14 @@ class ReLUSquared(nn.Module):
 
 
 class Experts(nn.Module):
-    """`experts` with its weights, as those of transformers' Mixtral and Qwen3-MoE models; the router is another module.
+    """`experts` with its weights, as in transformers' Mixtral and Qwen3-MoE models; without the router.
 
     Args:
-        experts: how many, E.
-        features: size of a token's vector, H.
-        inner: size between the two products, I.
+        experts: number of experts, E.
+        features: size of the last axis of input and output, H.
+        inner: hidden size of an expert, I.
         activation, gate, alpha, limit, offset: as in `experts`.
-        bias: whether both products add one.
+        bias: whether both projections have a bias.
 
     Example:
         >>> layer = Experts(4, 8, 16)
@@ -287,7 +287,7 @@ class _Loss(nn.Module):
 
 
 class CrossEntropyLoss(_Loss):
-    """`cross_entropy` with its options.
+    """`cross_entropy` as a module.
 
     Args: the keyword arguments of `cross_entropy` from `ignore_index` to `reduction`.
 
@@ -302,7 +302,7 @@ class CrossEntropyLoss(_Loss):
 
 
 class LinearCrossEntropyLoss(_Loss):
-    """`linear_cross_entropy` with its options. The head's weight is an argument, so it may be tied.
+    """`linear_cross_entropy` as a module. The head's weight is an argument of forward, so it may be tied.
 
     Args: the keyword arguments of `linear_cross_entropy` from `ignore_index` to `reduction`.
 

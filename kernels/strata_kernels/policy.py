@@ -1,17 +1,17 @@
-"""Losses of policy optimization (GRPO and its relatives) as functions of tokens' log-probabilities, in plain PyTorch.
+"""Losses of policy optimization (GRPO and variants) as functions of tokens' log-probabilities, in plain PyTorch.
 
-The contract is that of `preference`: small tensors, and one loss per token, not reduced. `policy_weights` gives the
+As in `preference`, inputs are small tensors, and losses are per token, not reduced; `policy_weights` computes the
 weights of a reduction. With R = exp(log p - log p_old) of a token, A its answer's advantage, u = min(R, delta), and s
 the logistic function:
 
     grpo, bnpo, dr_grpo, dapo    -min(u A, clip(R, 1 - ε_low, 1 + ε_high) A)                  arXiv:2402.03300
     gspo                         the same with the R of the whole answer,
                                  exp(mean over its tokens of log p - log p_old)               arXiv:2507.18071
-    cispo                        -sg(min(R, ε_high)) A log p, sg without gradient             arXiv:2506.13585
+    cispo                        -sg(min(R, ε_high)) A log p, sg = stop gradient              arXiv:2506.13585
     sapo                         -(4 / τ) s(τ (R - 1)) A, τ by the sign of A                  arXiv:2511.20347
 
-each times the truncated importance weight of its token, plus β kl with kl = q - log q - 1, q = p_reference / p. The
-first four differ only in `policy_weights`:
+each times the token's truncated importance weight, plus β kl with kl = q - log q - 1, q = p_reference / p. The first
+four differ only in `policy_weights`:
 
     grpo, gspo, sapo    mean over the tokens of an answer, then over answers
     bnpo, dapo, cispo   mean over tokens: those of this batch, or of the whole step by `total_tokens`
@@ -34,11 +34,11 @@ RewardScale = Literal["group", "batch", "none"]
 
 
 class PolicyTerms(NamedTuple):
-    """Terms of tokens, each [N] and 0 for tokens of no answer.
+    """Terms of tokens, each [N]; 0 for tokens outside answers.
 
-    loss: with gradient, the KL term included.
-    kl: the estimate of the divergence from the reference, without gradient; zeros without a reference.
-    clipped: 1 where the ratio is outside of its bounds and the gradient is cut off, without gradient.
+    loss: differentiable, including the KL term.
+    kl: estimate of the KL divergence from the reference model, without gradient; zeros without one.
+    clipped: 1 where the ratio is out of bounds and clipping zeroes the gradient, without gradient.
     """
 
     loss: Tensor
@@ -61,30 +61,30 @@ def policy_losses(
     delta: float | None = None,
     sapo_temperatures: tuple[float, float] = (1.0, 1.05),
 ) -> PolicyTerms:
-    """The loss of each token by one of the formulas of this module's docstring, not yet weighted.
+    """The unweighted loss of each token, by a formula of this module's docstring.
 
     Args:
         log_probs: [N], fp32 or fp64, of the tokens.
         advantages: [S], of the answers.
         sequences: [N], int64: which answer a token belongs to, -1 for none.
         loss: the formula.
-        old_log_probs: [N], of the policy that the ratio is to; `log_probs` without gradient if left out.
-        reference_log_probs: [N], of the reference model; needed where β is not 0.
-        importance_weights: [N], as `truncated_importance_weights` gives them.
-        beta: β, weight of the divergence from the reference.
+        old_log_probs: [N], of the policy in the denominator of the ratio; default: `log_probs.detach()`.
+        reference_log_probs: [N], of the reference model; required if β is not 0.
+        importance_weights: [N], e.g. from `truncated_importance_weights`.
+        beta: β, factor of the KL term.
         epsilon_low, epsilon_high: bounds of the ratio; for cispo, epsilon_high is the ratio's upper bound itself.
-        delta: upper bound of the ratio also where the advantage is negative, at least 1 + ε_high.
+        delta: upper bound of the ratio for negative advantages too, at least 1 + ε_high; None for none.
         sapo_temperatures: τ of sapo for positive advantages, and for the others.
 
     Raises:
-        ValueError: an option does not fit.
+        ValueError: an invalid option.
     """
     _check(loss, beta, epsilon_high, delta, reference_log_probs)
     answered = sequences >= 0
     index = sequences.clamp(min=0)
     n_sequences = advantages.shape[0]
     old = log_probs.detach() if old_log_probs is None else old_log_probs
-    # Not only the loss of tokens of no answer is to be 0, but NaN in them must not reach gradients.
+    # Tokens outside answers: zero loss, and a NaN in them must not propagate to gradients.
     log_ratio = (log_probs - old).where(answered, 0.0)
     if loss == "gspo":
         tokens = sequence_sums(answered.to(log_ratio.dtype), sequences, n_sequences).clamp(min=1)
@@ -131,19 +131,19 @@ def policy_weights(
 ) -> Tensor:
     """The weight of each token's loss, [N], fp32: the total loss is `(policy_losses(...).loss * weights).sum()`.
 
-    Pass the totals of the whole step, over its micro-batches and processes: then the sum of the micro-batches' losses
-    is the step's, however the step is divided.
+    Pass the totals of the whole step, over micro-batches and processes: then the micro-batches' losses add up to the
+    loss of the step, independent of its partition.
 
     Args:
         sequences: [N], int64: which answer a token belongs to, -1 for none.
-        n_sequences: S, answers of this batch.
+        n_sequences: S, number of answers in this batch.
         loss: as in `policy_losses`.
-        total_sequences: answers of the step; those of this batch if left out.
-        total_tokens: tokens of answers of the step; those of this batch if left out.
-        max_tokens: the length that dr_grpo divides by, the most tokens of an answer.
+        total_sequences: number of answers of the step; default: of this batch.
+        total_tokens: number of answer tokens of the step; default: of this batch.
+        max_tokens: divisor of dr_grpo, the maximum number of tokens of an answer.
 
     Raises:
-        ValueError: an option does not fit.
+        ValueError: an invalid option.
     """
     require_known("loss", loss, get_args(PolicyLoss))
     answered = (sequences >= 0).float()
@@ -165,14 +165,14 @@ def truncated_importance_weights(
 ) -> Tensor:  # fmt: skip
     """min(p / p_sampling, most), without gradient: [N].
 
-    The weights correct for an engine that samples answers with other log-probabilities than the trainer's.
+    They correct for an inference engine that samples with log-probabilities other than the trainer's.
 
     Args:
-        log_probs, sampling_log_probs: [N], of the trainer's policy and of the engine's. NaN, for a token that the
-            engine could not score, counts as no difference.
+        log_probs, sampling_log_probs: [N], of the trainer and of the engine. NaN, for a token that the engine could
+            not score, counts as equal.
         sequences, n_sequences: as in `policy_weights`.
-        most: the bound, positive.
-        level: whether a ratio is that of the token, or the product over its answer.
+        most: upper bound, positive.
+        level: ratio of the token, or product of the ratios over its answer.
     """
     require_known("level", level, ("token", "sequence"))
     require_positive("most", most)
@@ -186,9 +186,9 @@ def group_advantages(rewards: Tensor, group_size: int, *, scale: RewardScale = "
     """(reward - mean of its group) / (standard deviation + 1e-4), [S]; zeros where all rewards of a group are equal.
 
     Args:
-        rewards: [S], groups of `group_size` answers to one prompt, one group after the other. NaN for an answer without
-            a reward, which no mean or deviation counts, and whose advantage is 0.
-        group_size: answers to a prompt.
+        rewards: [S], in groups of `group_size` consecutive answers to one prompt. NaN: no reward; ignored in means and
+            deviations, advantage 0.
+        group_size: answers per prompt.
         scale: the standard deviation of the group, of the batch, or "none" for a divisor of 1.
     """
     require_known("scale", scale, get_args(RewardScale))
@@ -196,7 +196,7 @@ def group_advantages(rewards: Tensor, group_size: int, *, scale: RewardScale = "
         raise ValueError(f"{rewards.shape[0]} rewards cannot be divided into groups of group_size {group_size}")
     groups = rewards.view(-1, group_size)
     unknown = groups.isnan()
-    # Of equal numbers, a mean may be off by a rounding.
+    # Explicit, because the mean of equal numbers may have a rounding error.
     equal = groups.masked_fill(unknown, -math.inf).amax(1) <= groups.masked_fill(unknown, math.inf).amin(1)
     centered = (groups - groups.nanmean(1, keepdim=True)).masked_fill(unknown | equal[:, None], 0.0)
     if scale == "none":
@@ -205,7 +205,7 @@ def group_advantages(rewards: Tensor, group_size: int, *, scale: RewardScale = "
 
 
 def known_deviation(values: Tensor) -> Tensor:
-    """The standard deviation of each row of `values` [R, C] without its NaNs, [R, 1]; 0 for fewer than two numbers."""
+    """Standard deviation of each row of `values` [R, C], ignoring NaN: [R, 1]; 0 for fewer than two numbers."""
     known = (~values.isnan()).sum(1, keepdim=True)
     squares = (values - values.nanmean(1, keepdim=True)).square().nansum(1, keepdim=True)
     return (squares / (known - 1).clamp(min=1)).sqrt()
@@ -216,7 +216,7 @@ def _check(
 ) -> None:
     require_known("loss", loss, get_args(PolicyLoss))
     if beta and reference_log_probs is None:
-        raise ValueError(f"beta {beta} weighs the divergence from a reference: pass reference_log_probs")
+        raise ValueError(f"beta {beta} is the factor of the KL term: pass reference_log_probs")
     if delta is not None and (loss in ("cispo", "sapo") or delta < 1 + epsilon_high):
         raise ValueError(
             f"delta {delta} must be at least 1 + epsilon_high {1 + epsilon_high}, and not for cispo or sapo"

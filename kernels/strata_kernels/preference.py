@@ -1,18 +1,18 @@
 """Losses of preference and policy optimization, as functions of log-probabilities, in plain PyTorch.
 
-`linear_logprobs` does the expensive part: it turns hidden states into log-probabilities of tokens. `sequence_sums` adds
-them up for each answer, and the functions here use autograd on these small tensors. A trainer that computes its own
-log-probabilities calls them in the same way:
+`linear_logprobs` computes log-probabilities of tokens from hidden states, `sequence_sums` their sums per answer. The
+functions here compute losses from these small tensors, with autograd. If you have other log-probabilities, call them in
+the same way:
 
     log_probs = linear_logprobs(x, weight, target)                      # [N] tokens
     answers = sequence_sums(log_probs, sequences, n_sequences)          # [S] answers
     losses = dpo_losses(answers[::2], answers[1::2], *reference)        # [S / 2] pairs
 
-Contract. Log-probabilities are natural logarithms in fp32 or fp64; an answer's is the sum over its tokens. Results have
-the same dtype. Losses are not reduced: there is one per pair, answer or token. A trainer divides their sum by the items
-of the whole step, so that neither accumulation nor the number of processes changes the loss. Reference
-log-probabilities need no gradient. No function waits for the device. A token that belongs to no answer (a prompt,
-padding, a tool's output) has sequence -1.
+Log-probabilities are natural logarithms in fp32 or fp64; that of an answer is the sum over its tokens. Results have the
+same dtype. Losses are not reduced: there is one per pair, answer or token. Divide their sum by the number of items of
+the whole step, so that the loss does not depend on accumulation or the number of processes. Reference log-probabilities
+need no gradient. No function synchronizes with the device. A token outside answers (prompt, padding, tool output) has
+sequence -1.
 
 Formulas, with r = log p(answer) - log p_reference(answer), of the chosen answer r_w and the rejected one r_l, and
 Δ = r_w - r_l, ε the label smoothing, s the logistic function; each equals TRL's:
@@ -23,7 +23,7 @@ Formulas, with r = log p(answer) - log p_reference(answer), of the chosen answer
     exo_pair   s(β Δ) (log s(β Δ) - log(1 - ε)) + s(-β Δ) (log s(-β Δ) - log ε)         arXiv:2402.00856
     nca_pair   -log s(β r_w) - log s(-β r_w) / 2 - log s(-β r_l) / 2                    arXiv:2402.05369
     robust     (-(1 - ε) log s(β Δ) + ε log s(-β Δ)) / (1 - 2 ε)                        arXiv:2403.00409
-    bco_pair   -log s(β r_w) - log s(-β r_l)                                            arXiv:2404.04656, no shift
+    bco_pair   -log s(β r_w) - log s(-β r_l)                                            arXiv:2404.04656, δ = 0
     sppo_hard  (r_w - 1 / (2 β))² + (r_l + 1 / (2 β))²                                  arXiv:2405.00675
     apo_zero   1 - s(β r_w) + s(β r_l)                                                  arXiv:2408.06266
     apo_down   s(β r_w) + 1 - s(β Δ)                                                    arXiv:2408.06266
@@ -53,7 +53,7 @@ KtoLoss = Literal["kto", "apo_zero_unpaired"]
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Pairs as the formulas see them: log-ratios [B], with the letters of the module's docstring."""
+    """Inputs of the formulas: log-ratios [B], with the symbols of the module's docstring."""
 
     chosen: Tensor
     rejected: Tensor
@@ -128,19 +128,19 @@ def dpo_losses(
     chosen_tokens: Tensor | None = None,
     rejected_tokens: Tensor | None = None,
 ) -> Tensor:
-    """Losses of pairs against a reference model, by one of the formulas of this module's docstring: [B].
+    """Losses of pairs with a reference model, by a formula of this module's docstring: [B].
 
     Args:
         chosen, rejected: [B], log-probabilities of the answers, summed over their tokens.
         reference_chosen, reference_rejected: [B], those of the reference model.
         loss: the formula.
         beta: β, positive.
-        label_smoothing: ε in [0, 0.5), for sigmoid, robust and exo_pair, which needs it to be positive.
+        label_smoothing: ε in [0, 0.5), for sigmoid, robust and exo_pair; positive for exo_pair.
         discopop_tau: τ of discopop, positive.
-        chosen_tokens, rejected_tokens: [B], numbers of tokens of the answers; needed by ipo.
+        chosen_tokens, rejected_tokens: [B], numbers of tokens of the answers; required for ipo.
 
     Raises:
-        ValueError: an option does not fit.
+        ValueError: an invalid option.
     """
     require_known("loss", loss, get_args(PairLoss))
     require_positive("beta", beta)
@@ -182,7 +182,7 @@ def simpo_losses(
     Args:
         chosen, rejected: [B], log-probabilities of the answers, summed over their tokens.
         chosen_tokens, rejected_tokens: [B], numbers of tokens of the answers.
-        beta: β, positive. gamma: the margin that rewards are to have.
+        beta: β, positive. gamma: target reward margin.
         label_smoothing: as for the loss sigmoid of `dpo_losses`.
     """
     require_positive("beta", beta)
@@ -197,7 +197,7 @@ def orpo_losses(
     """The odds-ratio part of ORPO (arXiv:2403.07691): -β log s(log odds_w - log odds_l), [B].
 
     odds = p / (1 - p) with log p per token. ORPO adds the negative log-likelihood of the chosen answer, usually per
-    token: `-chosen / chosen_tokens`. An answer that is certain up to rounding counts as that likely, with no gradient.
+    token: `-chosen / chosen_tokens`. If p rounds to 1, log p is clamped below 0 and has no gradient.
 
     Args:
         chosen, rejected: [B], log-probabilities of the answers, summed over their tokens.
@@ -234,24 +234,24 @@ def kto_losses(
 
 
 def kto_kl(answers: Tensor, reference: Tensor) -> Tensor:
-    """The estimate of the divergence from the reference that `kto_losses` shifts by: a scalar, without gradient.
+    """Estimate of the KL divergence from the reference model, `kl` of `kto_losses`: a scalar, without gradient.
 
     Args:
-        answers, reference: [B], log-probabilities of answers that belong to other prompts. With several processes,
-            average `answers - reference` over all of them instead, and clamp that.
+        answers, reference: [B], log-probabilities of answers paired with other prompts. With several processes, average
+            `answers - reference` over all of them instead, then clamp.
     """
     return (answers - reference).detach().mean().clamp(min=0)
 
 
 def sequence_sums(values: Tensor, sequences: Tensor, n_sequences: int) -> Tensor:
-    """Sums over the tokens of each sequence: [S]. Equal inputs give equal bits, on a GPU too.
+    """Sums over the tokens of each sequence: [S]. Bitwise reproducible, on a GPU too.
 
-    Equivalent to `values.new_zeros(S).index_add(0, sequences, values)`, which on a GPU adds in any order.
+    Equivalent to `values.new_zeros(S).index_add(0, sequences, values)`, which on a GPU adds in undefined order.
 
     Args:
         values: [N], fp32 or fp64.
         sequences: [N], int64: which of the S sequences a token belongs to, -1 for none.
-        n_sequences: S. Takes S · N numbers of memory.
+        n_sequences: S. Allocates S · N elements.
     """
     own = sequences == torch.arange(n_sequences, device=sequences.device)[:, None]
     return values.where(own, 0.0).sum(1)
@@ -262,9 +262,9 @@ def _per_token(total: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _log_odds(log_prob: Tensor) -> Tensor:
-    """log(p / (1 - p)) of log p ≤ 0, finite with its gradient where p rounds to 1."""
+    """log(p / (1 - p)) of log p ≤ 0; value and gradient are finite if p rounds to 1."""
     x = log_prob.clamp(max=-torch.finfo(log_prob.dtype).eps)
-    # Each branch gets an argument at which it neither cancels nor overflows.
+    # Each branch gets arguments for which it neither cancels nor overflows.
     small = x < -math.log(2)
     return x - torch.where(
         small, torch.log1p(-x.where(small, -1.0).exp()), torch.log(-torch.expm1(x.where(~small, -0.1)))
@@ -279,4 +279,4 @@ def _check_smoothing(loss: str, smoothing: float) -> None:
     if not 0.0 <= smoothing < 0.5:
         raise ValueError(f"label_smoothing {smoothing} must be at least 0 and less than 0.5")
     if loss == "exo_pair" and not smoothing:
-        raise ValueError("loss 'exo_pair' needs a positive label_smoothing, such as 1e-3: it takes its logarithm")
+        raise ValueError("loss 'exo_pair' needs a positive label_smoothing, such as 1e-3: the loss has its log")

@@ -1,15 +1,14 @@
-"""Buckets for the number of rows whose logits the loss computes: the rows that predict a label, rounded up.
+"""Buckets for `max_targets`, the number of rows whose logits the loss computes: rows with a label, rounded up.
 
-The host knows the labels before the GPU does, so it can tell the head which rows to skip without a synchronization. A
-few buckets instead of every possible number keep the allocator's memory from fragmenting, and let a warm-up plan
-contain all of them.
+The host knows the labels before the GPU does, so it can bound the number of rows without synchronization. With a few
+buckets instead of every number, the allocator's memory does not fragment, and a warm-up plan can cover all of them.
 """
 
 from __future__ import annotations
 
-# Buckets of a batch: eighths of its positions.
+# Number of buckets: multiples of an eighth of a batch's positions.
 _BUCKETS = 8
-# Triton compiles another kernel if the number of rows is not a multiple of 16.
+# Bucket granularity: Triton specializes kernels on divisibility of the row count by 16.
 _MULTIPLE = 16
 
 

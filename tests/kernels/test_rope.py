@@ -422,7 +422,7 @@ COMPLEX = torch.ones(3, 4, dtype=torch.complex64)
         ((Q, K.half(), ANGLE, ANGLE), {}, "float32 .* float16"),
         ((Q[..., :7], K[..., :7], ANGLE, ANGLE), {}, "even number of features"),
         ((Q, K, ANGLE[:2], ANGLE[:2]), {}, r"\[3, R\] or \[2, 3, R\]"),
-        ((Q, K, ANGLE, ANGLE[:, :4]), {}, "one shape"),
+        ((Q, K, ANGLE, ANGLE[:, :4]), {}, "the same shape"),
         ((Q, K, ANGLE.expand(3, 3, 8), ANGLE.expand(3, 3, 8)), {}, r"got float32 \[3, 3, 8\]"),
         ((Q, K, ANGLE[:, :5], ANGLE[:, :5]), {}, "even and from 2 to 8, got 5"),
         ((Q, K, torch.ones(3, 10), torch.ones(3, 10)), {}, "even and from 2 to 8, got 10"),

@@ -1,12 +1,12 @@
-"""The engine of losses over a linear head: logits are never in memory as a whole.
+"""Shared implementation of losses over an LM head that never materialize all logits.
 
     logits = x Wᵀ + b        loss = f(logits)        dx = dlogits W        dW = dlogitsᵀ x        db = Σ_rows dlogits
 
-A loss is a formula that takes some logits to numbers per row, and overwrites the logits by their gradient. What is
-around it is here, once for all losses:
+A loss (`RowLoss`, `PartLoss`) computes numbers per row from a block of logits, and overwrites the logits with their
+gradient. Everything else is here:
 
-    head_pass              products by the vendor's library, and the three ways through the logits
-    memory                 the size of chunks, where logits lie, how dW accumulates
-    vocabulary_parallel    a vocabulary sharded over processes, DTensors
-    head_arguments         checks and casts of the tensors that all losses have
+    head_pass              matrix products (cuBLAS), and three loops over blocks of logits
+    memory                 block sizes, buffers of logits, accumulation of dW
+    vocabulary_parallel    vocabulary sharded over processes, DTensors
+    head_arguments         checks and casts of the arguments that all losses have
 """

@@ -1,4 +1,4 @@
-"""Checks and casts of x, weight, bias and target, which every loss over a linear head has, and the rows that count."""
+"""Checks and casts of x, weight, bias and target, for all losses over an LM head; selection of rows."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from .._launch import DTYPES, describe, has_dtype
 
 Accumulate = Literal["exact", "lean"]
 
-# Bytes of logits at a time, beside dW.
+# Default bytes of logits per chunk, outside dW's buffer.
 _CHUNK_BYTES = 640 * 2**20
-# Of a student's and a teacher's logits: with 128256 classes, 2048 rows of each.
+# The same for logits of student and teacher: 2048 rows of each with 128256 classes.
 _PAIR_BYTES = 1024 * 2**20
 # On a CPU, a chunk that stays in the last-level cache is faster.
 _CPU_CHUNK_BYTES = 16 * 2**20
 
 
 def check_head(x: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> None:
-    """Raise ValueError unless x [..., H], weight [V, H] and bias [V] fit together; `prefix` is that of their names."""
+    """Raise ValueError unless x [..., H], weight [V, H] and bias [V] match; prefix: of their names in messages."""
     if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"{prefix}x {describe(x)} and {prefix}weight {describe(weight)} must be [..., H] and [V, H] with the same H"
@@ -48,9 +48,9 @@ def check_devices(*tensors: Tensor | None) -> None:
 
 
 def autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """x, weight and bias in autocast's dtype where it is on."""
+    """x, weight and bias, cast if autocast is enabled."""
     device = x.device.type
-    # Meta tensors have no autocast, and torch.amp.is_autocast_available cannot be traced by torch 2.11.
+    # Meta tensors have no autocast, and torch 2.11 cannot trace torch.amp.is_autocast_available.
     if device == "meta" or not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
         return x, weight, bias
     dtype = torch.get_autocast_dtype(device)
@@ -58,7 +58,7 @@ def autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
 
 
 def check_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> None:
-    """Raise ValueError unless x, weight and bias have one dtype that the operator takes."""
+    """Raise ValueError unless x, weight and bias have the same, supported dtype."""
     given = [t for t in (x, weight, bias) if t is not None]
     if not has_dtype(x) or any(t.dtype != x.dtype for t in given):
         names = ", ".join(describe(t) for t in given)
@@ -66,7 +66,7 @@ def check_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "
 
 
 def check_memory_options(accumulate: str, chunk_bytes: int | None, max_targets: int | None) -> None:
-    """Raise ValueError for an option that does not fit."""
+    """Raise ValueError for an invalid option."""
     if accumulate not in get_args(Accumulate):
         raise ValueError(f"accumulate {accumulate!r} must be one of {', '.join(get_args(Accumulate))}")
     if chunk_bytes is not None and chunk_bytes < 1:
@@ -76,7 +76,7 @@ def check_memory_options(accumulate: str, chunk_bytes: int | None, max_targets: 
 
 
 def logits_bytes(x: Tensor, chunk_bytes: int | None, tensors: int = 1) -> int:
-    """How many bytes logits may take at a time: as given, or by default for the device of x and for two tensors."""
+    """Bytes of logits per chunk: `chunk_bytes`, or the default for the device of x and one or two tensors."""
     if chunk_bytes is not None:
         return chunk_bytes
     if x.device.type == "cpu":
@@ -85,16 +85,16 @@ def logits_bytes(x: Tensor, chunk_bytes: int | None, tensors: int = 1) -> int:
 
 
 def wanted_gradients(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[bool, bool, bool]:
-    """Whether x, weight and bias need gradients."""
+    """(want_dx, want_dw, want_db): whether x, weight and bias require gradients."""
     wanted = (torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias))
     dx, dw, db = wanted
     return dx, dw, db
 
 
 def kept_rows(target: Tensor, ignore_index: int, max_targets: int | None) -> Tensor | None:
-    """Indices of at most `max_targets` rows of target [N], those that are not ignored first and in order; None for all.
+    """Indices of `max_targets` rows of target [N], rows that are not ignored first, in order; None for all rows.
 
-    Without a synchronization: the host does not learn how many rows are ignored.
+    Without host synchronization: the host does not know how many rows are ignored.
     """
     if max_targets is None or max_targets >= target.shape[0]:
         return None
@@ -102,8 +102,8 @@ def kept_rows(target: Tensor, ignore_index: int, max_targets: int | None) -> Ten
 
 
 def nan_beyond(target: Tensor, ignore_index: int, max_targets: int) -> Tensor:
-    """1, or NaN if more rows of target [N] are not ignored: they would be dropped silently.
+    """1, or NaN if more than `max_targets` rows of target [N] are not ignored: they would be dropped silently.
 
-    A factor of NaN reaches the gradients too.
+    As a factor of the loss, the NaN also reaches the gradients.
     """
     return torch.where((target != ignore_index).sum() > max_targets, torch.nan, 1.0)

@@ -1,20 +1,21 @@
-"""Memory plan of losses over a head: where logits lie, and in which dtype dW accumulates.
+"""Memory plan of losses over a head: buffers of logits, and the dtype in which dW accumulates.
 
-Accumulating dW in 16 bits over chunks of rows is less exact than PyTorch, which rounds once: with three to five chunks,
-the worst element on data like a language model's has been up to three times as far from fp64. So all rows are taken at
-once where memory allows it, and otherwise dW accumulates in fp32.
+Accumulating dW in 16 bits over chunks of rows is less accurate than PyTorch, which rounds once: with three to five
+    chunks
+on language-model data, the maximum error against fp64 was up to three times PyTorch's. So, if memory allows, all rows
+are processed at once, and otherwise dW accumulates in fp32.
 
-All rows, in panels: nothing is stored in the memory of dW before the first product for it, so it holds logits until
-then. They are split into panels of the vocabulary, which are multiplied from the last to the first: dW overwrites only
-panels that have been multiplied already. This memory holds the logits of as many rows as dW has columns, H; the panels
-that do not fit lie in a buffer beside it.
+Panels (all rows): dW's memory is unused before the first product for dW, so it can hold logits until then. Logits are
+split into panels of vocabulary columns, and dW is computed from the last panel to the first, so that it overwrites only
+panels that are no longer needed. dW's memory holds the logits of H rows; panels that do not fit are in a buffer.
 
-Chunks of rows: they take turns in the buffer. The first half of an fp32 dW lies in the memory of the 16-bit result, so
-that the sum is converted in place. Where a loss needs whole rows, and more than the student's logits of them, its
-gradient may move from the buffer into panels: then no product for dW is added to another one, and dW needs no fp32.
+Chunks of rows: all chunks use the same buffer. The first half of an fp32 dW is in the memory of the 16-bit result, so
+that the sum is converted in place. A loss that needs complete rows of two models' logits may copy its dz from the
+buffer
+into panels: then dW is one product per panel and needs no fp32.
 
-Columns: where the statistics of the rows are known from an earlier pass, no column needs another one. All rows of some
-columns at a time take turns in the buffer, each product for dW is final, and dx is summed in fp32.
+Columns: if the statistics of the rows are known from an earlier pass, blocks of columns are independent. All blocks use
+the same buffer, each computes its rows of dW in one product, and dx is accumulated in fp32.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from torch import Tensor
 
 from ..cross_entropy.rows import padded_width
 
-# On an H200 at 8192x4096x128256, half as many columns save 5 % of the memory and cost 1 % of the speed.
+# Vocabulary columns per panel. Half as many save 5 % memory and cost 1 % speed (H200, 8192x4096x128256).
 _PANEL_COLUMNS = 16384
-# Of an H200.
+# Multiprocessors of an H200.
 _MULTIPROCESSORS = 132
-# Rows of an fp32 dW that are converted through a copy.
+# Rows of an fp32 dW that are converted with a copy, not in place.
 _COPIED_ROWS = 1024
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How the rows are processed.
+    """Plan of a pass in panels or chunks.
 
     Attributes:
-        in_panels: whether all rows are taken at once, their logits in panels; otherwise in chunks of rows.
-        chunk_rows: rows of a chunk.
+        in_panels: whether all rows are processed at once, in panels; otherwise in chunks of rows.
+        chunk_rows: rows per chunk.
         fp32_dw: whether a 16-bit dW accumulates in fp32.
-        buffer_size: elements of the buffer for logits beside dW.
+        buffer_size: elements of the buffer for logits, outside dW's memory.
     """
 
     in_panels: bool
@@ -55,7 +56,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Panel:
-    """Columns of the vocabulary, and where their logits start: in the memory of dW or in the buffer."""
+    """Columns of the vocabulary, and the offset of their logits, in dW's memory or in the buffer."""
 
     columns: slice
     in_dw: bool
@@ -71,9 +72,9 @@ class Panel:
 def plan_rows(
     n_rows: int, vocabulary: int, hidden: int, itemsize: int, weight_grad: bool, exact: bool, chunk_bytes: int
 ) -> Plan:
-    """The plan where logits may take `chunk_bytes` beside dW.
+    """The plan for `chunk_bytes` of logits outside dW's memory.
 
-    For an exact 16-bit dW, panels may take 4·V·H bytes more: twice what accumulating in fp32 takes, which is slow.
+    For an exact 16-bit dW, panels may use 4·V·H more bytes: twice as many as an fp32 dW, which is slower.
     """
     row = padded_width(vocabulary)
     max_rows = max(chunk_bytes // (row * itemsize), 1)
@@ -88,13 +89,13 @@ def plan_rows(
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """How the rows are processed by a loss that needs whole ones.
+    """Plan of a pass in chunks, for a loss that needs complete rows.
 
     Attributes:
-        chunk_rows: rows of a chunk.
+        chunk_rows: rows per chunk.
         fp32_dw: whether a 16-bit dW accumulates in fp32.
-        buffer_size: elements of each of the buffers for a chunk's logits.
-        panels_size: elements of the buffer for panels of the gradient beside dW; None where there are no panels.
+        buffer_size: elements of each buffer for a chunk's logits.
+        panels_size: elements of the buffer for panels of dz, outside dW's memory; None without panels.
     """
 
     chunk_rows: int
@@ -106,9 +107,9 @@ class ChunkPlan:
 def plan_chunks(
     x: Tensor, shape: torch.Size, weight_grad: bool, exact: bool, chunk_bytes: int, tensors: int = 1
 ) -> ChunkPlan:
-    """The plan for x [N, H] and weight of this shape, [V, H], where so many tensors of logits take `chunk_bytes`.
+    """The plan for x [N, H] and a weight of `shape` [V, H], if `tensors` buffers of logits have `chunk_bytes`.
 
-    For an exact 16-bit dW, panels take no more than accumulating in fp32 would.
+    For an exact 16-bit dW, panels use at most as much memory as an fp32 dW.
     """
     n_rows, (vocabulary, hidden), row = x.shape[0], shape, padded_width(shape[0]) * x.itemsize
     rows = max(_chunk_rows(n_rows, hidden, max(chunk_bytes // (tensors * row), 1)), 1)
@@ -125,11 +126,11 @@ def plan_chunks(
 
 
 def _chunk_rows(n_rows: int, hidden: int, max_rows: int) -> int:
-    """Rows of a chunk, at most `max_rows`, with which the products for dx take the least time."""
+    """Rows per chunk, at most `max_rows`, that minimize the time of the products for dx."""
     if n_rows <= max_rows:
         return n_rows
     if max_rows < 128:
-        # Rows that vector loads are aligned to.
+        # A multiple of 8, for aligned vector loads.
         return max(max_rows // 8 * 8, 8)
 
     def cost(rows: int) -> tuple[int, int, int]:
@@ -142,11 +143,11 @@ def _chunk_rows(n_rows: int, hidden: int, max_rows: int) -> int:
 
 @dataclass(frozen=True)
 class ColumnPlan:
-    """How rows with known statistics are processed.
+    """Plan of a pass in columns.
 
     Attributes:
-        rows: rows of a block; all of them, unless they are very many.
-        columns: columns of the vocabulary at a time.
+        rows: rows per block; all rows, unless there are very many.
+        columns: vocabulary columns per block.
         fp32_dw: whether a 16-bit dW accumulates in fp32, over several blocks of rows.
     """
 
@@ -160,14 +161,14 @@ class ColumnPlan:
         return self.rows * padded_width(self.columns)
 
 
-# Fewer columns at a time make the products slower.
+# With fewer columns per block, matrix products are slower.
 _LEAST_COLUMNS = 2048
 
 
 def plan_columns(
     n_rows: int, vocabulary: int, itemsize: int, weight_grad: bool, exact: bool, bytes_: int
 ) -> ColumnPlan:
-    """The plan where logits may take `bytes_`; columns in parts of equal size."""
+    """The plan for `bytes_` of logits, with blocks of about equal width."""
     rows = max(min(n_rows, bytes_ // (min(_LEAST_COLUMNS, vocabulary) * itemsize)), 1)
     columns = max(min(bytes_ // (rows * itemsize), vocabulary), 1)
     if columns < vocabulary:
@@ -178,9 +179,9 @@ def plan_columns(
 
 
 def place_panels(n_rows: int, vocabulary: int, hidden: int) -> tuple[list[Panel], int]:
-    """The panels of the logits, from the first to the last, and the elements of the buffer that they need.
+    """(panels in column order, elements of the buffer that they need).
 
-    A panel may lie in the memory of dW only before its own columns: dW from these columns on is written first.
+    A panel in dW's memory must lie before dW's rows of its columns, because later rows of dW are written first.
     """
     in_dw_size, buffer_size, panels = 0, 0, []
     for start in range(0, vocabulary, _PANEL_COLUMNS):
@@ -196,14 +197,14 @@ def place_panels(n_rows: int, vocabulary: int, hidden: int) -> tuple[list[Panel]
 
 
 class WeightGradient:
-    """dW [V, H]: a sum of products dzᵀ x, and scratch memory before the first of them."""
+    """dW [V, H]: accumulates products dzᵀ x; before the first product, its memory is usable as scratch."""
 
     def __init__(self, x: Tensor, shape: torch.Size, in_fp32: bool) -> None:
         self._result = x.new_empty(shape)
         self._parts = [self._result]
         if in_fp32:
             vocabulary, hidden = shape
-            # Rows of fp32 that fit into the result; a multiple of 64 keeps the columns of dz behind them aligned.
+            # fp32 rows that fit into the result; a multiple of 64, so that columns of dz after them are aligned.
             half = vocabulary // 128 * 64
             self._parts = [
                 self._result.view(-1)[: 2 * half * hidden].view(torch.float32).view(half, hidden),
@@ -211,11 +212,11 @@ class WeightGradient:
             ]
 
     def scratch(self) -> Tensor:
-        """The memory of the result as one row, until the first `add`; not with fp32."""
+        """The result's memory, flat, usable until the first `add`; not if `in_fp32`."""
         return self._result.view(-1)
 
     def add(self, dz: Tensor, x: Tensor, start: int, first: bool) -> None:
-        """Add dzᵀ x for dz [N, columns from `start` on]; `first` stores the product instead of adding it."""
+        """Add dzᵀ x, or store it if `first`; dz [N, C]: columns `start` to `start + C` of the vocabulary."""
         begin = 0
         for part in self._parts:
             low, high = max(start, begin), min(start + dz.shape[1], begin + part.shape[0])
@@ -229,7 +230,7 @@ class WeightGradient:
             return self._result
         first, second = self._parts
         # Row r of the result overwrites row r / 2 of the fp32 sum, which an earlier step has converted. Only the first
-        # step overwrites its own rows, and takes a copy.
+        # step overwrites its own input, and so needs a copy.
         start = min(_COPIED_ROWS, first.shape[0])
         self._result[:start] = first[:start].clone()
         while start < first.shape[0]:
@@ -252,12 +253,12 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 def logits_view(memory: Tensor, n_rows: int, width: int) -> Tensor:
-    """Logits [n_rows, width] at the start of `memory`, with rows padded for the kernel."""
+    """Logits [n_rows, width] at the start of `memory`, with padded rows."""
     return memory[: n_rows * padded_width(width)].view(n_rows, padded_width(width))[:, :width]
 
 
 def copy_rows(to: Tensor, of: Tensor) -> None:
-    """Copy logits in 16 bits between two views of `logits_view`; PyTorch copies rows that are apart one by one."""
+    """Copy 16-bit logits between two `logits_view`s, in 8-byte words: PyTorch copies strided rows by element."""
     if of.shape[1] % 4 == 0:
         to, of = to.view(torch.int64), of.view(torch.int64)
     to.copy_(of)

@@ -1,8 +1,8 @@
-"""Vocabulary-parallel heads: each process of a group holds a shard of the vocabulary.
+"""Vocabulary-parallel heads: each rank of a group holds a shard of the vocabulary.
 
-Each process computes the logits of its own columns. The loss of a row needs all of them, but only through the few
-numbers of `Statistics`: the processes all-gather these in a fixed order, and each combines them to the same result. The
-gradient of x is a sum over the shards; the gradients of weight and bias stay with their shard.
+Each rank computes the logits of its columns. The loss of a row depends on the other columns only through `Statistics`:
+the ranks all-gather these and combine them in a fixed order, so that all get the same result. The gradient of x is
+summed over the shards; the gradients of weight and bias are local.
 
 A DTensor weight with placement Shard(0) is sharded in this way along its mesh dimension.
 """
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The classes that this process holds.
+    """The shard of the vocabulary of this rank.
 
     Attributes:
-        group: name of the process group that holds the vocabulary; empty if this process holds all of it.
-        ranks: processes in the group.
+        group: name of the process group over which the vocabulary is sharded; empty if it is not.
+        ranks: size of the group.
         start: first class of this shard.
         total: classes of the whole vocabulary.
         sum_dx: whether to all-reduce the gradient of x over the group.
@@ -43,15 +43,15 @@ class VocabularyShard:
 
     @property
     def widest(self) -> int:
-        """Classes of the largest shard: all processes plan their chunks by it, so that their collectives match."""
+        """Classes of the largest shard, by which all ranks plan chunks, so that they issue the same collectives."""
         return -(-self.total // self.ranks)
 
     def columns(self, offset: int) -> Columns:
-        """The columns of the vocabulary from column `offset` of this shard on."""
+        """Vocabulary columns starting at column `offset` of this shard."""
         return Columns(self.start + offset, self.total)
 
     def gather_statistics(self, parts: Sequence[Statistics]) -> Statistics:
-        """Statistics over the whole vocabulary, from those over the parts of this shard and of the other processes'."""
+        """Statistics over the whole vocabulary, from `parts` of this shard and those of other ranks. Collective."""
         packed = torch.stack([_pack(part) for part in parts])
         if self.group and not packed.is_meta:
             packed = _pack(_combine(packed, parts[0]))[None]
@@ -60,7 +60,7 @@ class VocabularyShard:
         return _combine(packed, parts[0])
 
     def sum_over_shards(self, parts: Tensor) -> Tensor:
-        """The sum of `parts` over the processes, added in the order of the shards: equal bits on each of them."""
+        """The sum of `parts` over the ranks, in shard order: bitwise equal on all ranks. Collective."""
         if not self.group or parts.is_meta:
             return parts
         gathered = torch.ops._c10d_functional.all_gather_into_tensor(parts[None], self.ranks, self.group)
@@ -68,37 +68,37 @@ class VocabularyShard:
         return total
 
     def start_all_reduce(self, dx: Tensor) -> list[Tensor]:
-        """Start to sum dx over the group, in place; returns what `wait_all` waits for."""
+        """Start an all-reduce of dx over the group, in place; returns the argument of `wait_all`."""
         if not (self.group and self.sum_dx) or dx.is_meta:
             return []
         return [torch.ops._c10d_functional.all_reduce_(dx, "sum", self.group)]
 
 
 def unsharded(vocabulary: int) -> VocabularyShard:
-    """The shard of a process that holds the whole vocabulary."""
+    """The shard for a vocabulary that is not sharded."""
     return VocabularyShard("", 1, 0, vocabulary, False)
 
 
 def _shard_of_group(group: ProcessGroup, vocabulary: int) -> VocabularyShard:
-    """The shard of this process if every process of `group` holds `vocabulary` classes, in the order of their ranks."""
+    """The shard of this rank, if each rank of `group` holds `vocabulary` classes, in rank order."""
     ranks = group.size()
     return VocabularyShard(group.group_name, ranks, group.rank() * vocabulary, ranks * vocabulary, True)
 
 
 def wait_all(pending: Sequence[Tensor]) -> None:
-    """Let the current stream wait for the collectives that `VocabularyShard.start_all_reduce` started."""
+    """Make the current stream wait for the collectives of `VocabularyShard.start_all_reduce`."""
     for tensor in pending:
         torch.ops._c10d_functional.wait_tensor(tensor)
 
 
 def _pack(found: Statistics) -> Tensor:
-    """The fields as one tensor [fields, N], for one collective. fp32 holds column numbers up to 2^24 exactly."""
+    """The fields as one tensor [fields, N], for one collective. Column indices are exact in fp32 up to 2^24."""
     dtype = found.largest.dtype
     return torch.stack([field.to(dtype) for field in found if field is not None])
 
 
 def _combine(packed: Tensor, like: Statistics) -> Statistics:
-    """Statistics over the union of the parts [parts, fields, N], which have the fields of `like`."""
+    """Statistics over the union of the parts [parts, fields, N], with the fields of `like`."""
     largest, log_sum, linear, *rest = packed.unbind(1)
     fields = iter(rest)
     parts = Statistics(largest, log_sum, linear, *(None if value is None else next(fields) for value in like[3:]))
@@ -111,12 +111,12 @@ def is_dtensor(x: object) -> bool:
 
 
 def rows_of_shard(head: Any, shard: VocabularyShard, weight: Any) -> Tensor:
-    """Of another head's weight [V', ...] or bias, the classes that this process has of `weight`, of which V' are some.
+    """The rows of another head's weight [V', ...] or bias, V' <= V, for the classes that this rank has of `weight`.
 
-    A collective if `head` is a DTensor that is not sharded as `weight` is.
+    A collective if `head` is a DTensor with placements other than those of `weight`.
 
     Raises:
-        ValueError: a process would have none.
+        ValueError: a rank would have none of the V' classes.
     """
     found: Tensor = head
     if is_dtensor(weight):
@@ -136,9 +136,9 @@ def rows_of_shard(head: Any, shard: VocabularyShard, weight: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class LocalTensors:
-    """The tensors of this process, its shard of the vocabulary, and how results become DTensors again.
+    """The local tensors of this rank, its vocabulary shard, and the conversion of results to DTensors.
 
-    `beside` is what each row has beside x: its weight, or a teacher's hidden states.
+    beside: another tensor of the rows: row weights, or a teacher's hidden states.
     """
 
     x: Tensor
@@ -155,14 +155,14 @@ def local_tensors(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, beside: Tensor | None,
     group: ProcessGroup | None,
 ) -> LocalTensors:  # fmt: skip
-    """The tensors that this process computes with: its shards of DTensors, or plain tensors as they are.
+    """The local tensors of this rank: local shards of DTensors, or the plain tensors.
 
     Raises:
-        ValueError: a group is given with DTensors, or as `_local_of_dtensors` says.
+        ValueError: a group is given with DTensors, or as in `_local_of_dtensors`.
     """
     if is_dtensor(x) or is_dtensor(weight) or is_dtensor(bias):
         if group is not None:
-            raise ValueError("group is for plain tensors; a DTensor's placements say which processes hold what")
+            raise ValueError("group is for plain tensors; DTensors are sharded by their placements")
         return _local_of_dtensors(x, weight, target, bias, beside)
     shard = unsharded(weight.shape[0])
     if group is not None and group.size() > 1:
@@ -175,13 +175,13 @@ def _identity(x: Tensor) -> Tensor:
 
 
 def _local_of_dtensors(x: Any, weight: Any, target: Any, bias: Any, beside: Any) -> LocalTensors:
-    """The local tensors to compute with, so that a loss behaves like an operator of DTensor.
+    """The local tensors of DTensors, so that a loss behaves like a DTensor operator.
 
-    Along the mesh dimension that shards weight by Shard(0), x is replicated, as in tensor parallelism. Along the others
-    its rows may be sharded, as in data parallelism. DTensor does the communication, of x's gradient too: a
-    sequence-parallel x gets a reduce-scatter, not an all-reduce.
+    x is replicated along the mesh dimension along which weight is Shard(0) (tensor parallelism); its rows may be
+    sharded along the others (data parallelism). DTensor communicates, also x's gradient: for a sequence-parallel x by
+    reduce-scatter, not all-reduce.
 
-    target and what is beside may be plain tensors if the rows of x are not sharded.
+    target and `beside` may be plain tensors if the rows of x are not sharded.
 
     Raises:
         ValueError: x, weight and bias are not all DTensors of one mesh, or a placement is not supported.
@@ -201,7 +201,7 @@ def _local_of_dtensors(x: Any, weight: Any, target: Any, bias: Any, beside: Any)
     d_head = [Partial() if is_sharded else p for is_sharded, p in zip(row_sharded, weight.placements, strict=True)]
     if bias is not None:
         if not isinstance(bias, DTensor) or bias.device_mesh != mesh:
-            raise ValueError(f"bias must be a DTensor of the mesh of weight, not {_describe_placement(bias)}")
+            raise ValueError(f"bias must be a DTensor on the mesh of weight, not {_describe_placement(bias)}")
         bias = bias.redistribute(placements=weight.placements).to_local(grad_placements=d_head)
     shape = x.shape[:-1]
     d_x = [Partial() if i == axis else p for i, p in enumerate(kept)]
@@ -233,7 +233,7 @@ def _local_of_dtensors(x: Any, weight: Any, target: Any, bias: Any, beside: Any)
 
 
 def _vocabulary_axis(weight: DTensor) -> int | None:
-    """The mesh dimension that shards the vocabulary; None if every process holds all of it."""
+    """The mesh dimension over which the vocabulary is sharded; None if it is replicated."""
     from torch.distributed.tensor import Shard
 
     axes = [i for i, p in enumerate(weight.placements) if not p.is_replicate()]
@@ -251,7 +251,7 @@ def _shard_of_dtensor(weight: DTensor, axis: int | None) -> VocabularyShard:
     ranks = 1 if axis is None else mesh.size(axis)
     if axis is None or ranks == 1:
         return unsharded(total)
-    # As Shard(0) does: shards of one size, of which the last may be smaller.
+    # As in Shard(0): equal shards, of which the last may be smaller.
     size = -(-total // ranks)
     if size * (ranks - 1) >= total:
         raise ValueError(f"weight has {total} classes for {ranks} processes, of which the last would have none")
@@ -265,7 +265,7 @@ def _describe_placement(x: Any) -> str:
 
 _MIXED = (
     "x is {x} and weight is {weight}: make them DTensors of one mesh, for example by "
-    "DTensor.from_local(x, weight.device_mesh, [Replicate()]) where every process has the same x. A weight that FSDP "
+    "DTensor.from_local(x, weight.device_mesh, [Replicate()]) if all ranks have the same x. A weight that FSDP "
     "has sharded is whole only inside its module's forward: leave the output head in the root's group of fully_shard, "
     "or call unshard() on its module first"
 )

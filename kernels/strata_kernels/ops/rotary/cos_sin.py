@@ -1,8 +1,8 @@
-"""The cos and sin of a rotation: as callers pass them, as kernels read them, and the rotation itself.
+"""cos and sin of a rotation: validation, layout for kernels, and the rotation itself.
 
-`read_cos_sin` checks what a caller passed and brings it into one form, `CosSin`. A kernel reads that with `load_angles`
-and rotates with `rotate`; `CosSin.per_pair` and `rotate_reference` are the same in plain PyTorch. The package's
-docstring defines rotations and pairs.
+`read_cos_sin` checks the caller's arguments and converts them to a `CosSin`. Kernels load it with `load_angles` and
+rotate with `rotate`; `CosSin.per_pair` and `rotate_reference` are the same in plain PyTorch. The package's docstring
+defines rotations and pairs.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from .._launch import accumulator, describe
 from .heads import alignment
 
-# The widest load of a thread, in bytes.
+# Bytes of the widest vectorized load of a thread.
 _VECTOR = 16
 
 # The fields of CosSin in the schema of an operator.
@@ -31,10 +31,10 @@ SCHEMA = (
 
 
 class CosSin(NamedTuple):
-    """cos and sin as operators take them: checked, and the same for all layouts of q and k.
+    """Validated cos and sin, independent of the layout of q and k.
 
-    cos, sin: [3 or 1, B or 1, S, W]; with a table, its rows in place of S. W is P, or R where each angle comes twice.
-        For complex angles sin is None and cos holds (cos, sin) for each pair, W = R.
+    cos, sin: [3 or 1, B or 1, S, W]; S is the number of rows for a table. W is P, or R if each angle is stored twice.
+        For complex angles, sin is None and cos holds (cos, sin) of each pair, W = R.
     positions: [B or 1, S], rows of the table; None without a table.
     rotary_dim: R.
     time, height, width: numbers of pairs in the sections of M-RoPE; zeros without M-RoPE.
@@ -53,21 +53,21 @@ class CosSin(NamedTuple):
 
     @property
     def form(self) -> str:
-        """How `load_angles` finds the angle of a pair: FORM."""
+        """Storage of the angles, FORM of `load_angles`: "complex", "pairs" (once) or "twice"."""
         if self.sin is None:
             return "complex"
         return "pairs" if self.cos.shape[-1] == self.rotary_dim // 2 else "twice"
 
     def for_kernel(self, q: Tensor, *others: Tensor) -> tuple[tuple[Any, ...], tuple[int, ...], dict[str, Any]]:
-        """The arguments of a kernel, in three groups, in the order of its parameters.
+        """Kernel arguments, in three groups, in the order of the kernel's parameters.
 
         Args:
             q: [B, H, S, D].
-            others: the other tensors that the kernel accesses in vectors of VEC elements.
+            others: other tensors that the kernel accesses in vectors of VEC elements.
 
         Returns:
-            (cos, sin, positions); (n_angles, strides of cos: batch, axis of M-RoPE, position, strides of positions:
-            batch, position); constexprs by name.
+            (cos, sin, positions); (n_angles, strides of cos for batch, M-RoPE axis and position, strides of positions
+            for batch and position); constexprs by name.
         """
         batch, _, _, features = q.shape
         cos, sin, positions = self.cos, self.sin, self.positions
@@ -91,7 +91,7 @@ class CosSin(NamedTuple):
         return (cos, sin, positions), (cos.shape[2], *strides), constexprs
 
     def per_pair(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of every pair, [B or 1, 1, S, P], in plain PyTorch."""
+        """cos and sin of each pair, [B or 1, 1, S, P], in plain PyTorch."""
         return self._select(self.cos, 0, dtype), self._select(self.cos if self.sin is None else self.sin, 1, dtype)
 
     def _select(self, x: Tensor, which: int, dtype: torch.dtype) -> Tensor:
@@ -118,7 +118,7 @@ class CosSin(NamedTuple):
 
 @triton.jit
 def _section(o_p, TIME: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, WOVEN: tl.constexpr):
-    """Which of the three angles pair o_p takes: sections one after the other, or woven: t h w t h w … t t t."""
+    """M-RoPE axis (0 to 2) of pair o_p: sections are consecutive, or interleaved if WOVEN: t h w t h w … t t t."""
     if WOVEN:
         o_a = o_p % 3
         o_a = tl.where(o_p < 3 * tl.where(o_a == 1, HEIGHT, WIDTH), o_a, 0)
@@ -133,9 +133,9 @@ def load_angles(
     N: tl.constexpr, W: tl.constexpr, PAIRS: tl.constexpr, FORM: tl.constexpr,
     TIME: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, WOVEN: tl.constexpr,
 ):  # fmt: skip
-    """cos and sin of W pairs from o_p on at the positions o_s, in fp32; 0 where m is not set and from PAIRS on.
+    """fp32 cos and sin of W pairs starting at o_p, at positions o_s; 0 if not m, and for pairs >= PAIRS.
 
-    A position that the table does not have gives NaN.
+    NaN for positions outside the table.
     """
     m_a = m
     if p_pos is not None:
@@ -150,7 +150,7 @@ def load_angles(
     o += i_b * stride_cb + o_s * stride_cs
     if TIME > 0:
         o += _section(o_pair, TIME, HEIGHT, WIDTH, WOVEN).to(tl.int64) * stride_ca
-    # Where W divides PAIRS, no W pairs lie on both sides of it, and a column of the mask is enough.
+    # If W divides PAIRS, a chunk of W pairs does not cross PAIRS: a mask [N, 1] is enough.
     if PAIRS % W == 0:
         o_pair = o_p
     m_l = m_a & (o_pair < PAIRS)
@@ -172,7 +172,7 @@ def load_angles(
 def rotate(
     b_x1, b_x2, b_cos, b_sin, o_p, W: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, INVERSE: tl.constexpr
 ):
-    """Pairs from o_p on turned by the angles, or back; those from PAIRS on as they are."""
+    """Rotate W pairs starting at o_p, by the opposite angle if INVERSE; pairs >= PAIRS are unchanged."""
     if INVERSE:
         b_sin = -b_sin
     b_y1 = b_x1 * b_cos - b_x2 * b_sin
@@ -207,15 +207,15 @@ def read_cos_sin(
     mrope_section: Sequence[int] | None,
     mrope_interleaved: bool,
 ) -> CosSin:
-    """The arguments of `rope` as one `CosSin` for q: [B, H, S, D]. Raises the ValueError of `rope`."""
+    """The arguments of `rope` as a `CosSin`, for q: [B, H, S, D]. Raises ValueError as `rope`."""
     if cos.requires_grad or (sin is not None and sin.requires_grad):
         raise ValueError(
-            "cos or sin requires a gradient, which this operator does not have: detach it, or rotate in plain PyTorch"
+            "cos or sin requires a gradient, which this operator does not compute: detach it, or use plain PyTorch"
         )
     if (sin is None) != cos.is_complex():
-        raise ValueError("pass cos and sin, or a complex tensor as cos and no sin")
+        raise ValueError("pass cos and sin, or a complex tensor as cos without sin")
     if sin is not None and sin.shape != cos.shape:
-        raise ValueError(f"cos and sin must have one shape, got {describe(cos)} and {describe(sin)}")
+        raise ValueError(f"cos and sin must have the same shape, got {describe(cos)} and {describe(sin)}")
     for name, x in {"cos": cos, "sin": sin, "positions": positions}.items():
         if x is not None and x.device != q.device:
             raise ValueError(f"{name} is on {x.device} and q on {q.device}: move one of them")
@@ -228,7 +228,7 @@ def read_cos_sin(
     if sin is None:
         cos = torch.view_as_real(cos.resolve_conj()).flatten(-2)
     elif cos.shape[-1] == width and not interleaved:
-        # Both halves hold the same angles; the kernel reads the first.
+        # Both halves hold the same angles: use the first.
         cos, sin = cos[..., : width // 2], sin[..., : width // 2]
     if positions is not None:
         positions = _checked_positions(positions, q)
@@ -236,7 +236,7 @@ def read_cos_sin(
 
 
 def _rotary_dim(features: int, cos: Tensor, rotary_dim: int | None) -> int:
-    """R, from the caller or from the width of cos."""
+    """R: the given `rotary_dim`, or the width of cos."""
     width = cos.shape[-1] if cos.dim() else 0
     if cos.is_complex():
         width *= 2
@@ -247,8 +247,8 @@ def _rotary_dim(features: int, cos: Tensor, rotary_dim: int | None) -> int:
     allowed = (rotary_dim,) if cos.is_complex() else (rotary_dim // 2, rotary_dim)
     if width not in allowed:
         raise ValueError(
-            f"with rotary_dim {rotary_dim} cos and sin must be {rotary_dim // 2} wide, or {rotary_dim} where each angle"
-            f" comes twice, got {describe(cos)}"
+            f"with rotary_dim {rotary_dim} cos and sin must be {rotary_dim // 2} wide, or {rotary_dim} if each angle"
+            f" is stored twice, got {describe(cos)}"
         )
     return rotary_dim
 

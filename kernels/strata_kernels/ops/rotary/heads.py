@@ -1,8 +1,8 @@
-"""The heads of queries and keys: their memory layouts, and how kernels address rows of them and pairs of features.
+"""Layouts of q and k, and addressing of their rows and feature pairs in kernels.
 
 Axes: B batch, S positions, H heads, D features of a head. A row is one head at one position. Kernels work on tiles
-[N, W]: for each of N rows, W pairs from a starting pair on, which is a column [N, 1]. Pair p is features (p, p + P) of
-the first 2·P, or, interleaved, (2p, 2p + 1). A thread holds pairs, so the features from 2·P on are loaded in pairs too.
+[N, W]: N rows, W pairs of each; the first pair of each row is a column [N, 1]. Pair p is features (p, p + P) of the
+first 2·P, or (2p, 2p + 1) if interleaved. Features from 2·P on are loaded as pairs too, because a thread holds pairs.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -24,9 +24,9 @@ _SHAPES = {"bhsd": "[B, H, S, D]", "bshd": "[B, S, H, D]", "thd": "[T, H, D]"}
 
 @triton.jit
 def find_rows(o_row, n_s, heads_adjacent, HEADS: tl.constexpr):
-    """Positions and heads of the rows o_row of HEADS heads, and which of them exist, as columns.
+    """(positions, heads, mask) of rows o_row, each [N, 1].
 
-    heads_adjacent: whether rows of one position follow each other, or those of one head: as they lie in memory.
+    heads_adjacent: whether consecutive rows are the heads of one position, or the positions of one head.
     """
     if heads_adjacent != 0:
         o_s = o_row // HEADS
@@ -39,7 +39,7 @@ def find_rows(o_row, n_s, heads_adjacent, HEADS: tl.constexpr):
 
 @triton.jit
 def choose(m, p_q, p_k, VEC: tl.constexpr):
-    """p_q where m, else p_k; both multiples of VEC elements, which the compiler does not see through the choice."""
+    """`where(m, p_q, p_k)`, both multiples of VEC elements, which the compiler does not infer for a select."""
     BYTES: tl.constexpr = VEC * p_q.dtype.scalar.element_ty.primitive_bitwidth // 8
     return tl.multiple_of(tl.where(m, p_q, p_k), [BYTES, BYTES])
 
@@ -48,7 +48,7 @@ def choose(m, p_q, p_k, VEC: tl.constexpr):
 def point_at_rows(
     p_q, p_k, o_s, o_h, stride_qs, stride_qh, stride_ks, stride_kh, H: tl.constexpr, VEC: tl.constexpr
 ):  # fmt: skip
-    """Pointers to rows of q and, from head H on, of k."""
+    """Pointers to rows of q for heads < H, else of k."""
     p_q += o_s * stride_qs + o_h * stride_qh
     p_k += o_s * stride_ks + (o_h - H) * stride_kh
     return choose(o_h < H, p_q, p_k, VEC)
@@ -56,9 +56,9 @@ def point_at_rows(
 
 @triton.jit
 def _offsets(o_p, W: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, VEC: tl.constexpr):
-    """Offsets in a row of the first and the second features of W pairs from o_p on, not interleaved.
+    """Offsets in a row of the first and second features of W non-interleaved pairs starting at o_p.
 
-    VEC: so many pairs lie side by side; the compiler does not see it through the selection.
+    VEC: contiguity of the pairs, which the compiler does not infer for a select.
     """
     o_p = o_p + tl.arange(0, W)[None, :]
     if REST == 0:
@@ -77,7 +77,7 @@ def load_pairs(
     p_x, o_p, m, N: tl.constexpr, W: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, VEC: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """x1 and x2 of W pairs from o_p on in the rows that p_x points at, both columns, in fp32."""
+    """x1 and x2 [N, W], fp32, of W pairs starting at o_p [N, 1] in the rows p_x [N, 1]."""
     if INTERLEAVED:
         o = 2 * o_p + tl.arange(0, 2 * W)[None, :]
         if (PAIRS + REST) % W != 0:
@@ -97,7 +97,7 @@ def store_pairs(
     p_y, b_y1, b_y2, o_p, m, N: tl.constexpr, W: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
     VEC: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """The reverse of `load_pairs`."""
+    """Store b_y1 and b_y2 as `load_pairs` loads x1 and x2."""
     b_y1 = b_y1.to(p_y.dtype.element_ty)
     b_y2 = b_y2.to(p_y.dtype.element_ty)
     if INTERLEAVED:
@@ -114,46 +114,45 @@ def store_pairs(
 
 
 def empty_heads_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """`torch.empty_like(x, dtype=dtype)` for x: [B, H, S, D], but contiguous if its features would not be adjacent.
-
-    Kernels write heads whose features are adjacent.
+    """`torch.empty_like(x, dtype=dtype)` for x: [B, H, S, D], but contiguous unless its feature stride is 1, as
+    kernels require.
     """
     y = torch.empty_like(x, dtype=dtype)
     return y if y.stride(-1) == 1 else torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def copy_to_layout_of(x: Tensor, y: Tensor) -> Tensor:
-    """A copy of y in the layout that a kernel's result for x has."""
+    """A copy of y in the layout of a kernel's result for x."""
     return empty_heads_like(x, y.dtype).copy_(y)
 
 
 def alignment(x: Tensor) -> int:
-    """The largest number of elements that the start of every row of x is a multiple of."""
+    """The largest number of elements of which the offset of each row of x is a multiple."""
     strides = (stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1)
     return math.gcd(x.data_ptr() // x.element_size(), *strides)
 
 
 def heads_adjacent(x: Tensor) -> int:
-    """1 if the heads of a position are closer in the memory of x: [B, H, S, D] than the positions of a head, else 0."""
+    """1 if the head stride of x: [B, H, S, D] is smaller than its position stride, else 0."""
     return int(x.stride(1) <= x.stride(2))
 
 
 def strides(*tensors: Tensor) -> tuple[int, ...]:
-    """The strides of batch, position and head of each tensor [B, H, S, D]. Features must be adjacent."""
+    """Strides of batch, position and head of each tensor [B, H, S, D], whose feature stride must be 1."""
     assert all(x.stride(3) == 1 or x.numel() == 0 for x in tensors), [x.stride() for x in tensors]
     return tuple(x.stride(axis) for x in tensors for axis in (0, 2, 1))
 
 
 def count_tiles(n_rows: int, per_row: int, size: int) -> int:
-    """The number of tiles of `size` in n_rows rows of per_row, all of one batch row."""
-    # Kernels compute indices up to the end of the last tile, in 32 bits.
+    """Number of tiles of `size` elements in n_rows rows of per_row elements, of one batch element."""
+    # Kernels compute 32-bit indices up to the end of the last tile.
     if n_rows * per_row + size >= 2**31:
-        raise ValueError(f"a batch row has {n_rows} heads at positions, too many for a 32-bit index: split it")
+        raise ValueError(f"{n_rows} heads x positions per batch element are too many for a 32-bit index: split it")
     return -(-n_rows * per_row // size)
 
 
 def dense_features(x: Tensor) -> Tensor:
-    """x, or a contiguous copy if its features are not adjacent."""
+    """x, or a contiguous copy if its feature stride is not 1."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -1,4 +1,4 @@
-"""RMSNorm of every head of queries and keys, then rotary position embedding: one read and one write.
+"""RMSNorm of each head of queries and keys, then rotary position embedding, in one kernel.
 
     rstd = 1 / sqrt(mean(x²) + eps)         x̂ = x · rstd         n = x̂ · (offset + w)         y = rotate(n)
     dn   = rotate⁻¹(dy)                     g = dn · (offset + w)
@@ -7,10 +7,11 @@
 Sources: Henry et al., "Query-Key Normalization for Transformers", 2020 (arXiv:2010.04245); those of `rms_norm` and
 `rope`.
 
-A row is one head at one position; rows are ordered as in `rope`. The forward pass saves only its inputs: the backward
-pass reads x in any case and computes rstd again. The programs of the backward kernel are persistent, some for q, the
-others for k. Each sums dw in registers and writes one fp32 row of it. A second kernel adds the rows in a fixed order,
-so equal inputs give equal bits. Minimum traffic per element: forward 2·itemsize, backward 3·itemsize.
+A row is one head at one position; rows are ordered as in `rope`. The forward pass saves only its inputs; the backward
+pass recomputes rstd from x, which it reads anyway. The programs of the backward kernel are persistent, some for q, the
+others for k. Each accumulates dw in registers and stores one fp32 row of partial sums. A second kernel adds the rows in
+a fixed order, so results are bitwise reproducible. Minimum traffic per element: forward 2·itemsize, backward
+3·itemsize.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from .qk_norm_rope_kernels import qk_norm_rope_bwd_kernel, qk_norm_rope_dw_kerne
 
 @dataclass(frozen=True)
 class Tile:
-    """Pairs in a tile, warps, pipeline stages, programs per multiprocessor (None: one program for each tile)."""
+    """Pairs per tile, warps, pipeline stages, programs per multiprocessor (None: one program per tile)."""
 
     pairs: int
     warps: int
@@ -60,13 +61,13 @@ _BACKWARD = Tile(pairs=1024, warps=4, stages=3, occupancy=3)
 
 
 def _tile_shape(tile: Tile, features: int) -> dict[str, int]:
-    """ROWS and W of a tile. It holds at least one row, so a wide head makes it larger than `tile.pairs`."""
+    """ROWS and W of a tile, which has at least one row, so more than `tile.pairs` pairs for wide heads."""
     width = triton.next_power_of_2(features // 2)
     return {"ROWS": max(1, tile.pairs // width), "W": width, "num_warps": tile.warps}
 
 
 def _empty_output(x: Tensor, weight: Tensor, cast: str) -> Tensor:
-    """The normalized and rotated x, uninitialized, in the dtype of `rms_norm`."""
+    """An uninitialized result for x, in the dtype that `rms_norm` returns."""
     return empty_heads_like(x, x.dtype if cast == "gemma" else torch.promote_types(x.dtype, weight.dtype))
 
 
@@ -114,7 +115,7 @@ def qk_norm_rope_bwd_triton(
     d_yq: Tensor, d_yk: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor,
     eps: float, offset: float, weight_grad: bool, cos_sin: CosSin,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, k and both weights by the kernels; those of the weights are empty unless weight_grad."""
+    """Gradients of q, k and both weights by the kernels; those of the weights are empty unless weight_grad."""
     d_q, d_k, d_wq, d_wk = _empty_gradients(q, k, q_weight, k_weight, weight_grad)
     d_yq, d_yk, q, k = (dense_features(x) for x in (d_yq, d_yk, q, k))
     n_b, n_qh, n_s, features = q.shape
@@ -252,28 +253,26 @@ def qk_norm_rope(
     mrope_section: Sequence[int] | None = None,
     mrope_interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`rope(rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps), cos, sin)`, fused: Qwen3's and Gemma 3's attention.
+    """`rope(rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps), cos, sin)`, as in Qwen3 and Gemma 3.
 
-    The result of the norm is rounded as in `rms_norm`; the rotation is in fp32 and rounded once. Only the arguments are
-    saved for the backward pass. q and k are not written to, and not copied if the features of a head are adjacent. The
-    results keep the memory layout; if features are not adjacent in it, the results are contiguous. Under `torch.func`
-    the operator is plain PyTorch.
+    One kernel. The norm is rounded as in `rms_norm`; the rotation is in fp32 and rounded once. Only the arguments are
+    saved for backward. q and k are not copied if their feature stride is 1; the results then have their memory layout,
+    otherwise they are contiguous. Under `torch.func` transforms, the operator runs in plain PyTorch.
 
     Args:
         q: [B, H, S, D] ("bhsd"), [B, S, H, D] ("bshd") or packed [T, H, D] ("thd"), bf16 | fp16 | fp32 | fp64, D even.
-        k: as q, with its own number of heads.
-        q_weight, k_weight: [D], both of one of these dtypes, which may differ from that of q.
+        k: like q, except for the number of heads.
+        q_weight, k_weight: [D], same dtype, any of these; it may differ from that of q.
         eps: added to the mean square.
         offset: added to the weights, in fp32 (Gemma: 1).
-        cast: where the norm rounds, as in `rms_norm`: "llama" (Qwen3), "gemma" (Gemma 3, Qwen3-Next) or "none".
+        cast: rounding of the norm, as in `rms_norm`: "llama" (Qwen3), "gemma" (Gemma 3, Qwen3-Next) or "none".
         cos, sin, layout, rotary_dim, interleaved, positions, mrope_section, mrope_interleaved: as in `rope`.
 
     Returns:
-        q and k normalized and rotated, in the shape of each and the dtype that `rms_norm` gives.
+        q and k, normalized and rotated: same shapes, in the dtype that `rms_norm` returns.
 
     Raises:
-        ValueError: as `rope`; or a weight has another shape or device, the weights have two dtypes, or the cast is
-            unknown.
+        ValueError: as `rope`; a wrong shape or device of a weight; weights of different dtypes; an unknown `cast`.
 
     Example:
         >>> q, k, weight = torch.randn(1, 8, 5, 64), torch.randn(1, 2, 5, 64), torch.ones(64)

@@ -1,4 +1,4 @@
-"""The kernels of `qk_norm_rope`; `qk_norm_rope.py` has the formulas.
+"""The kernels of `qk_norm_rope`; formulas: see `qk_norm_rope.py`.
 
 Axes: B batch, S positions, H query heads, K key heads, D features; a row is one head at one position. A tile has ROWS
 rows of W pairs of features; W is D / 2 rounded up to a power of two.
@@ -16,15 +16,15 @@ from .heads import choose, find_rows, load_pairs, point_at_rows, store_pairs
 
 @triton.jit
 def _rstd(b_x1, b_x2, m, eps, D: tl.constexpr):
-    """rstd as a column, 0 for rows that do not exist."""
+    """rstd [ROWS, 1]; 0 for rows beyond the last."""
     return tl.where(m, tl.rsqrt(tl.sum(b_x1 * b_x1 + b_x2 * b_x2, 1) / D + eps)[:, None], 0.0)
 
 
 @triton.jit
 def _rounded(b_x, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr):
-    """b_x rounded to DTYPE, in fp32.
+    """b_x rounded to DTYPE, as fp32.
 
-    IN_PAIRS hides the way back: a compiler that sees it rounds one by one, with an eighth of the throughput.
+    IN_PAIRS: a no-op PTX move between the casts; without it, the compiler rounds elements one by one, 8x slower.
     """
     b_x = b_x.to(DTYPE)
     if IN_PAIRS and b_x.dtype.primitive_bitwidth == 16:
@@ -36,7 +36,7 @@ def _rounded(b_x, DTYPE: tl.constexpr, IN_PAIRS: tl.constexpr):
 def _normalize(
     b_x, b_rstd, b_scale, DTYPE: tl.constexpr, OUTPUT: tl.constexpr, CAST: tl.constexpr, IN_PAIRS: tl.constexpr
 ):  # fmt: skip
-    """x̂ · (offset + w) as the model's norm gives it: rounded to OUTPUT, and x̂ to DTYPE where the cast mode says so."""
+    """x̂ · (offset + w), rounded to OUTPUT; x̂ is rounded to DTYPE if CAST requires it."""
     if CAST == "none":
         b_rstd = b_rstd.to(DTYPE).to(tl.float32)
     b_xhat = b_x * b_rstd
@@ -56,7 +56,7 @@ def qk_norm_rope_fwd_kernel(
     TIME: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, WOVEN: tl.constexpr,
     CAST: tl.constexpr, IN_PAIRS: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of q and k in one batch row; batch rows alternate, so that they share angles in L2."""
+    """ROWS rows of q and k of one batch element; programs alternate over the batch to share angles in L2."""
     i_b = (tl.program_id(0) % n_b).to(tl.int64)
     o_s, o_h, m = find_rows(
         (tl.program_id(0) // n_b) * ROWS + tl.arange(0, ROWS), n_s, heads_adjacent, H + K
@@ -66,7 +66,7 @@ def qk_norm_rope_fwd_kernel(
         p_q + i_b * stride_qb, p_k + i_b * stride_kb, o_s, o_h, stride_qs, stride_qh, stride_ks, stride_kh, H, VEC
     )  # fmt: skip
     b_x1, b_x2 = load_pairs(p_x, o_p, m, ROWS, W, PAIRS, REST, VEC, INTERLEAVED)
-    # One weight per row of the tile, so that it is loaded in the layout of the tile.
+    # One copy of the weight per row, in the register layout of the tile.
     b_w1, b_w2 = load_pairs(choose(o_h < H, p_wq, p_wk, VEC), o_p, m, ROWS, W, PAIRS, REST, VEC, INTERLEAVED)
     b_cos, b_sin = load_angles(
         p_cos, p_sin, p_pos, i_b, o_s, o_p, m, n_angles, stride_cb, stride_ca, stride_cs, stride_pb, stride_ps,
@@ -96,14 +96,14 @@ def _backward_rows(
     TIME: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, WOVEN: tl.constexpr,
     WEIGHT_GRAD: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Every n_p-th tile of one tensor from the i_p-th on, and row i_p of p_dw."""
+    """dx of every n_p-th tile of one tensor starting at i_p, and row i_p of p_dw."""
     D: tl.constexpr = 2 * (PAIRS + REST)
     o_p = tl.zeros([ROWS, 1], tl.int32)
     b_w1, b_w2 = load_pairs(p_w + o_p, o_p, o_p == 0, ROWS, W, PAIRS, REST, VEC, INTERLEAVED)
     if offset is not None:
         b_w1 += offset
         b_w2 += offset
-    # The sums stay elementwise until the end: one reduction in all instead of one per tile.
+    # Accumulate [ROWS, W] and reduce over ROWS once after the loop, not once per tile.
     b_dw1 = tl.zeros([ROWS, W], tl.float32)
     b_dw2 = tl.zeros([ROWS, W], tl.float32)
     for i in tl.range(i_p, n_tiles, n_p, num_stages=STAGES):
@@ -149,7 +149,7 @@ def qk_norm_rope_bwd_kernel(
     TIME: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, WOVEN: tl.constexpr,
     WEIGHT_GRAD: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dq in the first n_programs_q programs, dk in the others, and every program's row of p_dw."""
+    """dq (first n_programs_q programs), dk (other programs), and each program's row of p_dw."""
     i_p = tl.program_id(0)
     if i_p < n_programs_q:
         _backward_rows(
@@ -176,7 +176,7 @@ def qk_norm_rope_bwd_kernel(
 def qk_norm_rope_dw_kernel(
     p_x, p_dwq, p_dwk, n_programs_q, n_programs_k, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """dw of q (axis 1 of the grid: 0) or k (1): the sum of its programs' rows, rounded once."""
+    """dw of q (program_id(1) == 0) or k (1): the sum of its programs' rows, rounded once."""
     o_d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_d = o_d < D
     n_rows = n_programs_q

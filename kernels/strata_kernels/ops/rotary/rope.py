@@ -2,15 +2,15 @@
 
     y1 = x1 · cos - x2 · sin        y2 = x2 · cos + x1 · sin        for every pair (x1, x2) of features
 
-The gradient is the rotation by the opposite angle: the same kernel with the sign of the sine reversed.
+The gradient is the rotation by the opposite angle: the same kernel with sin negated.
 
 Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021 (arXiv:2104.09864); M-RoPE:
 Wang et al., "Qwen2-VL", 2024 (arXiv:2409.12191).
 
 Axes: B batch, S positions, H query heads, K key heads, D features; `rotary/__init__.py` defines the pairs. A program
-rotates chunks of VEC pairs each. Its chunks are consecutive across rows, so no lane is idle for any D and any number of
-heads. The strides of q decide whether consecutive rows are the heads of a position or the positions of a head. Minimum
-traffic per element: 2·itemsize, in each direction.
+rotates consecutive chunks of VEC pairs, across row boundaries, so no lane is idle for any D and number of heads. The
+strides of q decide whether consecutive rows are the heads of a position or the positions of a head. Minimum traffic per
+element: 2·itemsize in each direction.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -55,7 +55,7 @@ def rope_kernel(
     FORM: tl.constexpr, TIME: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, WOVEN: tl.constexpr,
     INVERSE: tl.constexpr, CHUNKS: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """CHUNKS chunks of the rows of q and k in one batch row; batch rows alternate, so that they share angles in L2."""
+    """CHUNKS chunks of rows of q and k of one batch element; programs alternate over the batch to share L2."""
     PER_ROW: tl.constexpr = (PAIRS + REST) // VEC
     i_b = (tl.program_id(0) % n_b).to(tl.int64)
     o_c = (tl.program_id(0) // n_b) * CHUNKS + tl.arange(0, CHUNKS)
@@ -79,7 +79,7 @@ def rope_kernel(
 
 @dataclass(frozen=True)
 class Launch:
-    """The size of a program: pairs in it, warps."""
+    """Launch parameters: pairs and warps per program."""
 
     pairs: int
     warps: int
@@ -107,7 +107,7 @@ def rope_triton(q: Tensor, k: Tensor, inverse: bool, cos_sin: CosSin) -> tuple[T
 
 @operator(f"rope(Tensor q, Tensor k, bool inverse, {SCHEMA}) -> (Tensor, Tensor)")
 class _Rope(Operator):
-    """q and k rotated; its own backward operator, with the other `inverse`."""
+    """q and k, rotated. With `inverse` negated, it is its own backward operator."""
 
     recomputed = 2
     keeps_inputs = False
@@ -149,34 +149,33 @@ def rope(
     mrope_section: Sequence[int] | None = None,
     mrope_interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`(q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin)`; on a GPU fused, in fp32 and rounded once.
+    """`(q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin)`; on a GPU one kernel, in fp32, rounded once.
 
-    q and k are not written to. If the features of a head are adjacent, they are not copied either: both may be views of
-    one projection. The results keep the memory layout; if features are not adjacent in it, the results are contiguous.
-    Under `torch.func` the operator is plain PyTorch.
+    q and k, e.g. views of one projection, are not copied if their feature stride is 1; the results then have their
+    memory layout, otherwise they are contiguous. Under `torch.func` transforms, the operator runs in plain PyTorch.
 
     Args:
         q: [B, H, S, D] ("bhsd"), [B, S, H, D] ("bshd") or packed [T, H, D] ("thd"), bf16 | fp16 | fp32 | fp64, D even.
-        k: as q, with its own number of heads (may be 0).
-        cos, sin: [S, R] or [B, S, R] (or [1, S, R]; for "thd" S is T), any floating dtype, without gradient. Either
-            each angle twice, as in `transformers` (the kernel reads one of the two): `cat((angle, angle), -1)`, or
-            `repeat_interleave(angle, 2, -1)` with `interleaved`. Or once per pair, [..., R / 2], with `rotary_dim` = R.
-            Or complex, `cos` = exp(i·angle) of [..., R / 2] and no `sin` (Llama 4, DeepSeek).
-        layout: the order of axes of q and k.
+        k: like q, except for the number of heads, which may be 0.
+        cos, sin: [S, R] or [B, S, R] (or [1, S, R]; for "thd" S is T), any floating dtype, without gradient. Each
+            angle is stored twice, as in `transformers`: `cat((angle, angle), -1)`, or with `interleaved`
+            `repeat_interleave(angle, 2, -1)`; or once per pair, [..., R / 2], with `rotary_dim` = R; or complex, `cos`
+            = exp(i·angle) of [..., R / 2] without `sin` (Llama 4, DeepSeek).
+        layout: order of the axes of q and k.
         rotary_dim: R; default: the width of cos. Features from R on are copied.
         interleaved: a pair is features (2p, 2p + 1) instead of (p, p + R / 2) (GPT-J, Cohere, GLM, Llama 4).
         inverse: rotate by the opposite angle.
-        positions: [S] or [B, S] (for "thd" [T]), int32 | int64, for packed sequences: the row of cos and sin for each
-            position. cos and sin are then tables [rows, R]. A position outside the table gives NaN.
-        mrope_section: numbers of pairs that rotate by the position in time, height and width; cos and sin are then
-            [3, S, R] or [3, B, S, R] (Qwen2-VL). Not needed if the model's rotary module has joined the sections.
+        positions: [S] or [B, S] (for "thd" [T]), int32 | int64, e.g. of packed sequences: indices into cos and sin,
+            which are then tables [rows, R]. An index outside the table gives NaN.
+        mrope_section: numbers of pairs rotated by the position in time, height and width; cos and sin are then
+            [3, S, R] or [3, B, S, R] (Qwen2-VL). None if the model's rotary module has merged the sections.
         mrope_interleaved: the sections alternate, t h w t h w … t t t (Qwen3-VL), instead of being consecutive.
 
     Returns:
-        q and k rotated, in the shape and dtype of each.
+        q and k, rotated: same shapes and dtypes.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match, the layout is unknown, or cos or sin requires a gradient.
+        ValueError: a wrong shape, dtype or device; an unknown layout; cos or sin requires a gradient.
 
     Example:
         >>> q, k = torch.randn(1, 8, 5, 64), torch.randn(1, 2, 5, 64)
