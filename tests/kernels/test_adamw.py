@@ -381,7 +381,7 @@ def test_offsets_beyond_32_bits(path, device, monkeypatch) -> None:
 
 WRONG = {
     "rounding must be one of": {"rounding": "up"},
-    "seed must be an integer of 64 bits": {"seed": 2**64},
+    "seed must be a 64-bit integer": {"seed": 2**64},
     "betas must be in": {"betas": (0.9, 1.0)},
     "found_inf must be float32 of one element": {"found_inf": torch.zeros(2)},
     "gradient_scale must be float32 of one element": {"gradient_scale": torch.ones((), dtype=BF16)},

@@ -174,7 +174,7 @@ def test_a_gradient_that_is_not_finite_is_seen_in_the_weights(device: torch.devi
         ({"exp_avg": torch.zeros(256)}, "exp_avg must be uint8"),
         ({"exp_avg_sq_scale": torch.zeros(2)}, "exp_avg_sq_scale must be float32, contiguous, of 1 elements"),
         ({"remainder": torch.zeros(256, dtype=torch.int16)}, "remainder must be"),
-        ({"shard": Shard(0, 0, 2, 4)}, "shard must have whole rows"),
+        ({"shard": Shard(0, 0, 2, 4)}, "shard must have complete rows"),
     ],
     ids=lambda change: next(iter(change)) if isinstance(change, dict) else "",
 )

@@ -317,7 +317,7 @@ def test_never_waits_for_the_gpu() -> None:
         ({"activation": "tanh"}, "activation must be one of silu, gelu, gelu_tanh, relu2, got 'tanh'"),
         ({"gate": "left"}, "gate must be one of halves, interleaved, none, got 'left'"),
         ({"max_slots": 0}, "max_slots must be at least 1, got 0"),
-        ({"gate": "none", "down": torch.zeros(3, 8, 8), "limit": 7.0}, "alpha, limit and offset are those of a gate"),
+        ({"gate": "none", "down": torch.zeros(3, 8, 8), "limit": 7.0}, "alpha, limit and offset need a gate"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )

@@ -1,4 +1,4 @@
-"""AdamW for bf16 weights that loses no update, on many tensors at once and in place.
+"""AdamW for bf16 weights that keeps small updates; multi-tensor, in place.
 
     m ← β₁ m + (1 - β₁) g                           v ← v + (1 - β₂) (g² - v)
     u = m / (sqrt(v / (1 - β₂ᵗ)) + eps)             w ← w - (lr / (1 - β₁ᵗ) · u + lr · weight_decay · w)
@@ -6,30 +6,30 @@
 `weight_step` is the update of w alone, w ← w - (lr · u + lr · weight_decay · w), for updates u of another optimizer.
 All arithmetic is fp32, except β₁ᵗ and β₂ᵗ, which are fp64.
 
-At a learning rate of 1e-5 most updates are smaller than half a unit in the last place of a bf16 weight, so rounding to
-nearest drops them. `rounding` selects how to keep them:
+At a learning rate of 1e-5, most updates are smaller than half an ulp of a bf16 weight, so rounding to nearest drops
+them. `rounding` selects how to keep them:
 
 - "master": the weight is an fp32 value. Its upper half is stored as the bf16 weight, its lower half as an int16
-  `remainder`, which takes 2 bytes instead of the 4 of an fp32 copy:
+  `remainder`: 2 bytes instead of 4 for an fp32 copy:
 
       weight = (bits + 0x8000) >> 16        remainder = the low 16 bits, signed        bits = (weight << 16) + remainder
 
-  The bf16 weight is the fp32 value rounded to nearest (ties away from zero), and the pair has all of its bits. A step
-  gives the bits of the same step on an fp32 weight. `split_weight` and `join_weight` convert.
-- "stochastic": a bf16 weight is rounded up or down at random, without bias, and needs no other memory.
-- "nearest": to nearest even, which loses small updates, as usual in pure bf16 training.
+  The bf16 weight is the fp32 value rounded to nearest (ties away from zero), and the pair is the exact fp32 value. A
+  step is bitwise equal to the same step on an fp32 weight. `split_weight` and `join_weight` convert.
+- "stochastic": a bf16 weight is rounded up or down at random, unbiased, without additional memory.
+- "nearest": to nearest even, which loses small updates, as in ordinary bf16 training.
 
 Moments may be bf16 as well. With nearest rounding they would not change: for β₂ = 0.999, v changes by a thousandth, a
-quarter of a unit in the last place of bf16. So "master" and "stochastic" round bf16 moments stochastically. The random
-bits are a hash of (seed, step, key of the tensor, index of the element in the whole tensor). Repeating a step repeats
-its bits, and so does any other sharding of the tensor.
+quarter of a bf16 ulp. So "master" and "stochastic" round bf16 moments stochastically. The random
+bits are a hash of (seed, step, key of the tensor, index of the element in the unsharded tensor), so they are
+reproducible and do not depend on the sharding of the tensor.
 
 `step_plan.py` launches the kernels of `step_kernels.py`, or runs `step_reference.py`; `shard.py` describes shards.
 
 Sources: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2017 (arXiv:1711.05101). The split: NVIDIA's
 Transformer Engine, `FusedAdam(store_param_remainders=True)`. Stochastic rounding: Gupta et al., "Deep Learning with
 Limited Numerical Precision", 2015 (arXiv:1502.02551); Zamirai et al., "Revisiting BFloat16 Training", 2020
-(arXiv:2010.06192). Random numbers from counters: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011.
+(arXiv:2010.06192). Counter-based random numbers: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011.
 """
 
 from __future__ import annotations
@@ -69,27 +69,27 @@ def adamw_step(
 ) -> None:
     """`torch.optim.AdamW(fused=True).step()` on these tensors, with the rounding modes of the module's docstring.
 
-    Writes into all tensors except gradients. On a GPU the host does not wait for the device, and a step of any number
-    of tensors takes two launches for each combination of dtypes.
+    Writes to all tensors except gradients. There is no host synchronization, and a step of any number of tensors has
+    two launches per combination of dtypes.
 
     Args:
-        weights: any shapes, bf16 | fp32; contiguous, or dense with permuted axes.
+        weights: any shapes, bf16 | fp32; contiguous up to a permutation of axes.
         gradients: shapes of the weights, bf16 | fp32; copied if their strides differ from those of the weights.
         exp_avgs, exp_avg_sqs: shapes and strides of the weights, bf16 | fp32.
-        remainders: int16, shapes and strides of the weights, with `rounding` "master" only. Start a bf16 weight with
-            zeros; an fp32 weight has None.
-        steps: fp32 tensors of one element on the weights' device, 0 before the first step; a step adds 1.
-        shards: the part of its tensor that each weight is, for the random bits. Elements count in memory order.
+        remainders: int16, shapes and strides of the weights, only with `rounding` "master". Initialize with zeros; None
+            for an fp32 weight.
+        steps: fp32 tensors of one element on the weights' device, 0 before the first step; incremented by a step.
+        shards: the position of each weight in its unsharded tensor, for the random bits. Elements in memory order.
         lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
         rounding: "master" | "stochastic" | "nearest". fp32 tensors are never rounded.
         seed: a 64-bit integer for the random bits.
-        found_inf: fp32 tensor of one element, or None. Unless it is 0, the step is skipped and `steps` do not change.
-        gradient_scale: fp32 tensor of one element on the weights' device, or None. The step uses the bits of
-            `gradient.mul_(gradient_scale)`, without a pass over all gradients to clip them.
-        plan: pass the same object to each step of these tensors to save most of the host's work.
+        found_inf: fp32 tensor of one element, or None. If nonzero, the step is skipped and `steps` do not change.
+        gradient_scale: fp32 tensor of one element on the weights' device, or None. The step is bitwise
+            equal to one after `gradient.mul_(gradient_scale)`, e.g. for clipping, without a pass over the gradients.
+        plan: pass the same object to each step of these tensors to save most of the host time.
 
     Raises:
-        ValueError: lists, shapes, strides, dtypes or devices do not match, or a number is out of range.
+        ValueError: wrong lengths, shapes, strides, dtypes or devices, or a number out of range.
 
     Example:
         >>> weight, gradient = torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16)
@@ -129,11 +129,11 @@ def weight_step(
     Args:
         weights, remainders, shards, lr, weight_decay, rounding, seed, found_inf, plan: as in `adamw_step`.
         updates: shapes of the weights, bf16 | fp32; copied if their strides differ from those of the weights.
-        steps: numbers of the step for the random bits, different at each call; read only. Required if bf16 weights are
-            rounded stochastically.
+        steps: as in `adamw_step`, different at each call, not incremented here. Only for the random bits: required with
+            `rounding` "stochastic".
 
     Raises:
-        ValueError: as `adamw_step`, or steps are missing.
+        ValueError: as `adamw_step`; missing steps.
     """
     _run(
         Tensors(weights, updates, None, None, remainders, steps, shards),
@@ -151,10 +151,10 @@ def split_weight(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_weight(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The inverse of `split_weight`, bit for bit except for the payload of a NaN."""
+    """The exact inverse of `split_weight`, except for the payload of a NaN."""
     if weight.dtype != torch.bfloat16 or remainder.dtype != torch.int16 or weight.shape != remainder.shape:
         both = f"{describe(weight)} and {describe(remainder)}"
-        raise ValueError(f"weight must be bf16 and remainder int16, of one shape, got {both}")
+        raise ValueError(f"weight must be bf16 and remainder int16, of the same shape, got {both}")
     return reference.join(weight, remainder)
 
 
@@ -170,11 +170,11 @@ def _run(tensors: Tensors, hyper: Hyperparameters, given: Given, plan: StepPlan 
 
 
 def _check(tensors: Tensors, hyper: Hyperparameters) -> None:
-    """Raise ValueError unless the lists match."""
+    """Raise ValueError for a wrong length of a list, or a wrong option."""
     if hyper.rounding not in _ROUNDINGS:
         raise ValueError(f"rounding must be one of {', '.join(_ROUNDINGS)}, got {hyper.rounding!r}")
     if not -(2**63) <= hyper.seed < 2**64:
-        raise ValueError(f"seed must be an integer of 64 bits, got {hyper.seed}")
+        raise ValueError(f"seed must be a 64-bit integer, got {hyper.seed}")
     lists = {
         "gradients": tensors.gradients, "exp_avgs": tensors.exp_avgs, "exp_avg_sqs": tensors.exp_avg_sqs,
         "remainders": tensors.remainders, "steps": tensors.steps, "shards": tensors.shards,

@@ -1,15 +1,15 @@
-"""AdamW with moments of eight bits, one tensor at a time and in place.
+"""AdamW with 8-bit moments; one tensor per call, in place.
 
     m ← β₁ m̂ s + (1 - β₁) g            v ← v̂ t + (1 - β₂) (g² - v̂ t)
     w ← w - (lr / (1 - β₁ᵗ) · m / (sqrt(v / (1 - β₂ᵗ)) + eps) + lr · weight_decay · w)
     s, t ← max |m|, max v              m̂, v̂ ← the values nearest to m / s, v / t
 
-m̂ and v̂ are codes of 8 bits (`eight_bits_codes.py`), s and t their scales: 256 adjacent elements share one. The update
-takes m and v before they are rounded. Everything is read and written once: 10 bytes for each bf16 weight, and 4 more
-with the remainder of an fp32 master weight. `rounding` of weights is that of `adamw_step`, with the same random bits.
+m̂ and v̂ are stored as 8-bit codes (`eight_bits_codes.py`); s and t are scales of blocks of 256 consecutive elements.
+The update uses m and v before they are quantized. All tensors are read and written once: 10 bytes per bf16 weight, 4
+more with a master-weight remainder. `rounding` of weights is as in `adamw_step`, with the same random bits.
 
-Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021 (arXiv:2110.02861). State is that of
-bitsandbytes' kernels.
+Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021 (arXiv:2110.02861). The state is
+compatible with bitsandbytes' kernels.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from .eight_bits_kernel import eight_bits_kernel
 from .shard import Shard
 from .step_plan import Hyperparameters, Rounding, _as_two_fp32, _constants
 
-# Blocks of a program, and its warps.
+# Blocks and warps per program.
 _BLOCKS, _WARPS = 4, 2
-# Blocks that the reference takes at a time.
+# Blocks that the reference processes at a time.
 _AT_ONCE = 2**14
 _DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 class EightBitPlan:
-    """The checks and the compiled kernel of a step, kept for the next step of the same tensors.
+    """Caches validation and the compiled kernel between steps of the same tensors.
 
-    Without a plan, a step of a small matrix on a GPU takes the host several times as long. A step rebuilds it if the
-    address, size, dtype or layout of a tensor, the gradient's device, or anything but the learning rate, the weight
-    decay and the number of the step has changed. It holds no reference to the caller's tensors.
+    Without a plan, a step of a small matrix on a GPU takes several times as much host time. A step rebuilds it if the
+    address, size, dtype or layout of a tensor, the gradient's device, or any option except learning rate, weight decay
+    and step has changed. It holds no reference to the caller's tensors.
     """
 
     def __init__(self) -> None:
@@ -49,9 +49,9 @@ class EightBitPlan:
     def step(
         self, tensors: tuple[Tensor | None, ...], gradient: Tensor, step: int, shard: Shard, hyper: Hyperparameters
     ) -> bool:
-        """Take the step if that of the same tensors has been launched before; else make `note` note the next one.
+        """Relaunch the cached kernel and return True; without one for these tensors, return False, and `note` caches.
 
-        tensors: the weight, the state and the remainder.
+        tensors: weight, state and remainder.
         """
         weight, address = tensors[0], gradient.data_ptr()
         assert weight is not None
@@ -76,7 +76,7 @@ class EightBitPlan:
         return True
 
     def note(self, launched: list[Launched]) -> None:
-        """Keep the one launch of a step that was not taken here; there is none on a CPU."""
+        """Cache the launch of a step that `step` did not run; no launch on a CPU."""
         self._launched = launched[0].with_addresses() if len(launched) == 1 else None
 
 
@@ -100,25 +100,25 @@ def adamw_8bit_step(
     seed: int,
     plan: EightBitPlan | None = None,
 ) -> None:
-    """`torch.optim.AdamW.step()` on this tensor, with moments of 8 bits and the rounding modes of `adamw_step`.
+    """`torch.optim.AdamW.step()` on one tensor, with 8-bit moments and the rounding modes of `adamw_step`.
 
-    Writes into all tensors except the gradient.
+    Writes to all tensors except the gradient.
 
     Args:
-        weight: a multiple of 256 elements, bf16 | fp32, contiguous.
+        weight: any shape with a multiple of 256 elements, bf16 | fp32, contiguous.
         gradient: shape of the weight, bf16 | fp32; copied unless it is contiguous.
-        exp_avg, exp_avg_sq: codes, uint8, shape of the weight, contiguous. Start with zeros.
-        exp_avg_scale, exp_avg_sq_scale: fp32, an element for each 256 of the weight, contiguous. Start with zeros.
-        remainder: int16, shape of the weight, with `rounding` "master" and a bf16 weight only. Start with zeros.
+        exp_avg, exp_avg_sq: codes, uint8, shape of the weight, contiguous. Initialize with zeros.
+        exp_avg_scale, exp_avg_sq_scale: fp32, weight.numel() / 256 elements, contiguous. Initialize with zeros.
+        remainder: int16, shape of the weight, for a bf16 weight with `rounding` "master". Initialize with zeros.
         step: the number of this step, from 1.
-        shard: the part of its tensor that the weight is, in whole rows, for the random bits.
+        shard: the position of the weight in its unsharded tensor, complete rows only, for the random bits.
         lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
         rounding: "master" | "stochastic" | "nearest". fp32 weights are never rounded.
         seed: a 64-bit integer for the random bits.
-        plan: an object that the steps of these tensors share, see `EightBitPlan`.
+        plan: pass the same object to each step of this tensor, see `EightBitPlan`.
 
     Raises:
-        ValueError: shapes, strides, dtypes or devices do not match, or a number is out of range.
+        ValueError: wrong shapes, strides, dtypes or devices, or a number out of range.
 
     Example:
         >>> weight, gradient = torch.ones(256), torch.ones(256)
@@ -165,7 +165,7 @@ def _step_by_kernel(
 
 
 def _bits(x: Tensor) -> Tensor:
-    """bf16 x as the kernel reads it."""
+    """bf16 x as int16 bits, as the kernel reads it; x itself if fp32."""
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
 
 
@@ -199,7 +199,7 @@ def _step_by_reference(
 
 
 def _cell(x: Tensor, first: int) -> Tensor:
-    """The number of the cell whose middle is nearest to magnitudes x in [0, 1]; the first decade has `first` cells."""
+    """Index of the cell whose midpoint is nearest to x in [0, 1]; the first decade has `first` cells."""
     decade = (x.log2() * LOG10_2 + DECADES).floor_().clamp_(0, DECADES - 1)
     low = first * decade.exp2()
     cell = x * (first * CELLS) * (-LOG2_5 * decade).exp2() + low * NINTHS
@@ -219,25 +219,25 @@ def _check(
     weight: Tensor, gradient: Tensor, state: tuple[Tensor, ...], remainder: Tensor | None, step: int, shard: Shard,
     hyper: Hyperparameters,
 ) -> None:  # fmt: skip
-    """Raise ValueError unless the arguments match."""
+    """Raise ValueError for a wrong argument."""
     if hyper.rounding not in get_args(Rounding):
         raise ValueError(f"rounding must be one of {', '.join(get_args(Rounding))}, got {hyper.rounding!r}")
     betas_fit = all(0.0 <= beta < 1.0 for beta in hyper.betas)
     if not (betas_fit and hyper.eps >= 0.0 and step >= 1 and -(2**63) <= hyper.seed < 2**64):
         raise ValueError(
-            "betas must be in [0, 1), eps at least 0, step at least 1 and seed an integer of 64 bits, got betas "
+            "betas must be in [0, 1), eps at least 0, step at least 1 and seed a 64-bit integer, got betas "
             f"{hyper.betas}, eps {hyper.eps}, step {step} and seed {hyper.seed}"
         )
     if weight.dtype not in _DTYPES or weight.numel() % BLOCK or not weight.is_contiguous():
         raise ValueError(f"weight must be bf16 or fp32, contiguous, of a multiple of {BLOCK}, got {describe(weight)}")
     if shard.row != shard.whole_row:
-        raise ValueError(f"shard must have whole rows, got {shard}")
+        raise ValueError(f"shard must have complete rows, got {shard}")
     if gradient.shape != weight.shape or gradient.dtype not in _DTYPES or gradient.device != weight.device:
         raise ValueError(f"gradient must be bf16 or fp32 {list(weight.shape)}, got {describe(gradient)}")
     has_remainder = hyper.rounding == "master" and weight.dtype == torch.bfloat16
     if has_remainder != (remainder is not None):
         raise ValueError(
-            "remainder must be int16 zeros at first for a bf16 weight with rounding 'master', and None otherwise"
+            "remainder must be int16, initially zeros, for a bf16 weight with rounding 'master', and None otherwise"
         )
     blocks = weight.numel() // BLOCK
     names = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "remainder")

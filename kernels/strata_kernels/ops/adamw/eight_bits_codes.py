@@ -1,8 +1,8 @@
-"""The 256 values of an 8-bit moment, and the constants by which a magnitude finds its own.
+"""The 256 values of 8-bit moments, and the constants of the map from magnitudes to codes.
 
-Between 1e-7 and 1, each decade is divided into cells of equal width, twice as many as the decade below; a cell stands
-for its middle. The rest are 0 and 1. First moments have 1 to 64 cells below zero and above, second moments 2 to 128.
-The code 127 of a first moment is 0, and so is the code 0 of a second one.
+Between 1e-7 and 1, each decade is divided into cells of equal width, twice as many as in the decade below; the value of
+a cell is its midpoint. The other values are 0 and 1. First moments have 1 to 64 cells per decade and sign, second
+moments 2 to 128. Zero is code 127 of first moments and code 0 of second moments.
 
 Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021 (arXiv:2110.02861), with the values of
 bitsandbytes.
@@ -17,20 +17,20 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
-"""Adjacent elements that share a scale."""
+"""Number of consecutive elements that share a scale."""
 
 DECADES = 7
-# The number of a magnitude's cell, from 1, if the first decade has one cell: the floor of
+# Index of a magnitude's cell, from 1, if the first decade has one cell: the floor of
 # magnitude * CELLS * (2 / 10)^decade + 2^decade * NINTHS.
 CELLS, NINTHS = 1e6 / 0.9, 8 / 9
 LOG2_5, LOG10_2 = log2(5), log10(2)
-# Smaller scales count as this one.
+# Lower bound of scales.
 TINY = 1e-36
 
 
 @cache
 def values_on(device: torch.device) -> Tensor:
-    """[2, 256], fp32: the values of the codes of first moments and of second moments, ascending."""
+    """[2, 256], fp32: values of the codes of first and second moments, ascending."""
     positive = [_middles(1), _middles(2)]
     zero, one = torch.zeros(1), torch.ones(1)
     first = torch.cat([-positive[0].flip(0), zero, positive[0], one])
@@ -38,7 +38,7 @@ def values_on(device: torch.device) -> Tensor:
 
 
 def _middles(first: int) -> Tensor:
-    """The middles of all cells, if the first decade has so many."""
+    """The midpoints of all cells, if the first decade has `first` cells."""
     found = []
     for decade in range(DECADES):
         edges = torch.linspace(0.1, 1, first * 2**decade + 1, dtype=torch.float32)

@@ -1,10 +1,10 @@
-"""The kernel of `adamw_8bit_step`; `eight_bits.py` has the formulas.
+"""The kernel of `adamw_8bit_step`; formulas: see `eight_bits.py`.
 
-Axes: elements in memory order, blocks of 256 of them that share a scale. A program takes some whole blocks.
+Axes: elements in memory order, in blocks of 256 that share a scale. A program updates BLOCKS blocks.
 
-Arithmetic, not memory, is what limits this kernel. So the codes' values are gathered from shared memory, a magnitude
-finds its cell without a comparison (`_place`), and functions are the GPU's own approximations, which flush denormal
-numbers to zero.
+The kernel is limited by arithmetic, not memory. So values of codes are gathered from shared memory, magnitudes are
+mapped to cells without comparisons (`_place`), and elementary functions are the GPU's approximations, which flush
+denormals to zero.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -26,34 +26,34 @@ _LOG10_2: tl.constexpr = tl.constexpr(LOG10_2)
 _LOG2_CELLS: tl.constexpr = tl.constexpr(math.log2(CELLS))
 _NINTHS: tl.constexpr = tl.constexpr(NINTHS)
 _TINY: tl.constexpr = tl.constexpr(TINY)
-# 1.5 * 2^23: the sum with it has the nearest integer in its low bits. Conversions take a GPU four times as long.
+# 1.5 * 2^23: adding it leaves the nearest integer in the low bits, four times as fast as a conversion on a GPU.
 _MAGIC: tl.constexpr = tl.constexpr(12582912.0)
 _MIX_C: tl.constexpr = tl.constexpr(0xD35A2D97)
 
 
 @triton.jit
 def _place(b_x, FIRST: tl.constexpr, FAST: tl.constexpr):
-    """Numbers whose nearest integers are those of the values nearest to b_x in [0, 1], where the first cell is FIRST.
+    """b_x in [0, 1] mapped so that rounding to the nearest integer gives the index of the nearest value.
 
-    The first decade has FIRST cells. A cell of number i holds i to i + 1 before 1/2 is taken off. Three borders between
-    values are no borders of cells; a line through the border, steeper than the cells are, moves each to an integer.
+    The first decade has FIRST cells; the first cell has index FIRST. Before 1/2 is subtracted, cell i maps to [i, i +
+    1). Three midpoints between neighboring values are not cell boundaries; a steeper line through each maps it to an
+    integer.
     """
-    # Half-way from 0 to the middle of the first cell; where that lies as if the cell had a neighbor below; the end of
-    # the first cell.
+    # Halfway from 0 to the midpoint of the first cell; lower boundary of the first cell; its upper boundary.
     ZERO: tl.constexpr = 0.5e-7 + 2.25e-7 / FIRST
     BELOW: tl.constexpr = 1e-7 + 1.8e-7 / FIRST
     END: tl.constexpr = 1e-7 + 9e-7 / FIRST
     SLOPE: tl.constexpr = (END - BELOW) / (END - ZERO)
     b_x = tl.maximum(b_x, b_x * SLOPE + END * (1 - SLOPE))
-    # At the edge of two decades either will do: their cells are numbered on.
+    # At the boundary of two decades either decade is correct: cell indices continue.
     b_sum = log2(b_x, FAST) * _LOG10_2 + (_DECADES - 0.5) + _MAGIC
-    # FIRST * 2^decade, the number of the decade's first cell. The shift leaves no bit of the magic number.
+    # FIRST * 2^decade, index of the decade's first cell. The shift drops the bits of the magic number.
     b_low = ((b_sum.to(tl.int32, bitcast=True) << 23) + ((126 + FIRST) << 23)).to(tl.float32, bitcast=True)
     b_cells = exp2((b_sum - _MAGIC) * _PER_DECADE + (_LOG2_CELLS + (FIRST - 1)), FAST)
     b_i = b_x * b_cells + (b_low * _NINTHS - 0.5)
-    # Beyond a decade's first edge, the last middle of the decade below is nearest for a fifth of a cell.
+    # For 1/5 of a cell above a decade's lower boundary, the last midpoint of the decade below is nearest.
     b_i = tl.minimum(b_i, b_i * 1.25 + (b_low * -0.25 - 0.125))
-    # Half-way from the last cell's middle to 1 is a quarter of a cell below 1.
+    # Halfway from the last cell's midpoint to 1 is a quarter of a cell below 1.
     LAST: tl.constexpr = 128 * FIRST
     return tl.maximum(b_i, b_i * 3.9 + (3.9 * (0.75 - LAST) + LAST - 0.5))
 
@@ -65,10 +65,10 @@ def eight_bits_kernel(
     W: tl.constexpr, G: tl.constexpr, ROUNDING: tl.constexpr, BLOCKS: tl.constexpr, MASKED: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
-    """A step of BLOCKS of n blocks; MASKED: the last program has fewer.
+    """Update BLOCKS of n blocks; MASKED: n is not a multiple of BLOCKS.
 
-    p_values: [2, 256], the values of the codes of first and of second moments. first: the index of the first element
-    in the whole tensor, modulo 2^32. decay: lr * weight_decay. rest1, rest2: 1 - beta1, 1 - beta2.
+    p_values: [2, 256], values of the codes of first and second moments. first: index of the first element in the
+    unsharded tensor, modulo 2^32. decay: lr * weight_decay. rest1, rest2: 1 - beta1, 1 - beta2.
     """
     MASTER: tl.constexpr = W == "bf16" and ROUNDING == "master"
     SIZE: tl.constexpr = BLOCKS * _BLOCK
@@ -78,7 +78,7 @@ def eight_bits_kernel(
     b_g = _load(p_g, o, m, G, MASKED)
     b_m_code, b_v_code = _load_bits(p_m, o, m, MASKED), _load_bits(p_v, o, m, MASKED)
     b_m_scale, b_v_scale = _load_bits(p_m_scale, o_b, m_b, MASKED), _load_bits(p_v_scale, o_b, m_b, MASKED)
-    # [BLOCKS, 256] from here, and flat again where it is stored.
+    # [BLOCKS, 256] from here; flattened again for stores.
     b_g = tl.reshape(b_g, (BLOCKS, _BLOCK))
     b_m = tl.gather(tl.load(p_values + o_value), b_m_code.to(tl.int32), 0)
     b_v = tl.gather(tl.load(p_values + _BLOCK + o_value), b_v_code.to(tl.int32), 0)
@@ -92,7 +92,7 @@ def eight_bits_kernel(
     b_x = b_m * reciprocal(tl.maximum(b_m_scale, _TINY), FAST)[:, None]
     b_i = _place(tl.abs(b_x), 1, FAST)
     b_i = (b_i.to(tl.int32, bitcast=True) | (b_x.to(tl.int32, bitcast=True) & -0x80000000)).to(tl.float32, bitcast=True)
-    # There is one more value above zero than below. NaN, too, gets a code.
+    # There is one more positive value than negative ones. The bound also gives NaN a valid code.
     b_code = (tl.maximum(b_i, -127.0) + (127.0 + _MAGIC)).to(tl.int32, bitcast=True)
     _store(p_m, o, tl.reshape(b_code.to(tl.uint8), (SIZE,)), m, MASKED)
     b_i = _place(b_v * reciprocal(tl.maximum(b_v_scale, _TINY), FAST)[:, None], 2, FAST)

@@ -1,4 +1,4 @@
-"""Which elements of which tensor a process holds: what their random bits depend on."""
+"""The position of a shard in its unsharded tensor, of which the random bits are a function."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Kernels count a column within a chunk in 32 bits.
+# Kernels compute 32-bit column indices, up to one chunk beyond the row.
 _LONGEST_ROW = 2**31 - 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a tensor that a process holds.
+    """The shard of a tensor on one rank.
 
-    key: a number of the whole tensor, equal in every process and every run, different for each tensor of a model.
-    offset: the index of the shard's first element in the whole tensor, in row-major order.
-    row: the length of the shard's rows; 0 if the rows are whole.
-    whole_row: the length of the whole tensor's rows; 0 if the shard's rows are whole.
+    key: id of the tensor, equal on all ranks and in all runs, unique within the model.
+    offset: row-major index of the shard's first element in the unsharded tensor.
+    row: elements per row of the shard; 0 if its rows are complete.
+    whole_row: elements per row of the unsharded tensor; 0 if the shard's rows are complete.
 
-    Element i of the shard has the index offset + i // row · whole_row + i % row. Indices are modulo 2^32: elements that
-    far apart share their random bits.
+    Element i of the shard has index offset + i // row · whole_row + i % row, modulo 2^32: elements that far apart share
+    random bits.
     """
 
     key: int
@@ -61,5 +61,5 @@ class Shard:
         return cls(key, offset, math.prod(local_shape[sharded[0] :]), math.prod(shape[sharded[0] :]))
 
     def place(self) -> tuple[int, int, int]:
-        """offset, row and whole_row; for whole rows the last two are 1."""
+        """(offset, row, whole_row); the last two are 1 for complete rows."""
         return self.offset, self.row or 1, self.whole_row or 1

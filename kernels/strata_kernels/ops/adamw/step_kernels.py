@@ -1,12 +1,11 @@
-"""The kernels of `adamw_step` and `weight_step`; `adamw/__init__.py` has the formulas.
+"""The kernels of `adamw_step` and `weight_step`; formulas: see `adamw/__init__.py`.
 
-Axes: n tensors, the elements of a tensor in memory order, chunks of a tensor, blocks of a chunk. One launch updates
-many tensors: a program updates one chunk, and reads the addresses and sizes of its tensor from a table. A kernel before
-it computes the values that all chunks of a tensor share from its step: bias corrections and the first words of the
-random bits.
+Axes: n tensors, elements of a tensor in memory order, chunks of a tensor, blocks of a chunk. One launch updates many
+tensors: a program updates one chunk, and reads addresses and size of its tensor from a table. An earlier kernel
+computes the values that all chunks of a tensor share: bias corrections and random words.
 
-The bits equal those of `step_reference.py`: every operation is rounded once and in the same order, division and square
-root are rounded correctly, there is no fused multiply-add, and integers wrap around.
+Results are bitwise equal to `step_reference.py`: the same operations in the same order, division and square root
+correctly rounded, no fused multiply-add, integers wrap around.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -15,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Columns of the table of tensors, int64: addresses, size, then key and place of the shard.
+# Columns of the table of tensors, int64: addresses, size, then key and `Shard.place()`.
 FIELDS = 10
 _FIELDS: tl.constexpr = tl.constexpr(FIELDS)
 _WEIGHT: tl.constexpr = tl.constexpr(0)
@@ -29,8 +28,8 @@ _OFFSET: tl.constexpr = tl.constexpr(7)
 _ROW: tl.constexpr = tl.constexpr(8)
 _WHOLE_ROW: tl.constexpr = tl.constexpr(9)
 
-# Columns of the table of scalars, int32: whether to skip the step, the bits of two fp32, three random words, the bits
-# of the gradients' scale.
+# Columns of the table of scalars, int32: skip flag, bits of step size and bias correction (fp32), three random words,
+# bits of the gradient scale (fp32).
 SCALARS = 7
 _SCALARS: tl.constexpr = tl.constexpr(SCALARS)
 
@@ -39,14 +38,14 @@ _MIX_A: tl.constexpr = tl.constexpr(0x21F0AAAD)
 _MIX_B: tl.constexpr = tl.constexpr(0x735A2D97)
 _MIX_C: tl.constexpr = tl.constexpr(0xD35A2D97)
 _GOLDEN: tl.constexpr = tl.constexpr(0x9E3779B9)
-# Bits of a step count: fp32 counts no further.
+# Bits of a step count, which is stored in fp32.
 _STEP_BITS: tl.constexpr = tl.constexpr(24)
 _NAN: tl.constexpr = tl.constexpr(0x7FC00000)
 
 
 @triton.jit
 def _mix(b_x):
-    """A bijection of 32-bit words in which each bit of the result depends on all bits of the input."""
+    """A bijective hash of 32-bit words: each output bit depends on all input bits."""
     b_x = (b_x ^ (b_x >> 16)) * _MIX_A
     b_x = (b_x ^ (b_x >> 15)) * _MIX_B
     return b_x ^ (b_x >> 15)
@@ -77,9 +76,9 @@ def scalars_kernel(
     p_tensors, p_scalars, p_found_inf, p_scale, n, seed_low, seed_high, lr, beta1, beta1_low, beta2, beta2_low,
     ADVANCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows of p_scalars, one per tensor; ADVANCE counts the tensors' steps up unless a gradient is not finite.
+    """Fill p_scalars, one row per tensor; ADVANCE: increment the tensors' steps unless found_inf.
 
-    beta1 and beta1_low: the two fp32 whose sum is the decay rate.
+    beta1 + beta1_low: the decay rate as a sum of two fp32; beta2 likewise.
     """
     o_t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_t = o_t < n
@@ -95,7 +94,7 @@ def scalars_kernel(
     b_zero = tl.zeros([BLOCK], tl.float64)
     b_correction1 = 1.0 - _power(b_zero + beta1 + beta1_low, b_n)
     b_correction2 = 1.0 - _power(b_zero + beta2 + beta2_low, b_n)
-    # A step of number 0 divides by none.
+    # Step 0 has no bias correction (1 - β⁰ = 0).
     b_size = (b_zero + lr) / tl.where(b_n > 0, b_correction1, 1.0)
     b_inverse = 1.0 / tl.where(b_n > 0, b_correction2, 1.0)
     b_key = tl.load(p_row + _KEY, mask=m_t, other=0)
@@ -111,7 +110,7 @@ def scalars_kernel(
 
 @triton.jit
 def _pointer(p_field, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The pointer whose address is in the table; bf16 is read as the upper half of fp32 bits."""
+    """The pointer in a field of the table; bf16 as int16, the upper half of fp32 bits."""
     p = tl.load(p_field).to(tl.pointer_type(tl.float32 if DTYPE == "fp32" else tl.int16))
     return tl.multiple_of(p, 16) if ALIGNED else p
 
@@ -132,13 +131,13 @@ def _store(p, o, b, m, MASKED: tl.constexpr):
 
 @triton.jit
 def _round(b, b_noise, DTYPE: tl.constexpr, ROUNDING: tl.constexpr):
-    """b as it is stored: up where the 16 bits that bf16 lacks and 16 random bits make a carry, or to nearest even."""
+    """b in DTYPE; bf16 is rounded up if its lower 16 bits plus 16 random bits carry, or to nearest even."""
     if DTYPE == "fp32":
         b_out = b
     else:
         b_bits = b.to(tl.int32, bitcast=True)
         b_up = 0x7FFF + ((b_bits >> 16) & 1) if ROUNDING == "nearest" else b_noise
-        # A NaN could carry into the sign.
+        # For a NaN, the carry could reach the sign bit.
         b_out = (tl.where(b == b, b_bits + b_up, _NAN) >> 16).to(tl.int16)
     return b_out
 
@@ -156,7 +155,7 @@ def _step_block(
         b_w = (b_w.to(tl.int32, bitcast=True) + b_r.to(tl.int32)).to(tl.float32, bitcast=True)
     b_u = _load(p_g, o, m, G, MASKED) * scale
     if G != "fp32":
-        # The product has the dtype of the gradient, as if it had been scaled in place.
+        # Round to the gradient's dtype, as scaling it in place would.
         b_u = (_round(b_u, 0, G, "nearest").to(tl.int32) << 16).to(tl.float32, bitcast=True)
     b_hash = _hash(b_i, word0)
     if M != "none":
@@ -179,7 +178,7 @@ def _step_block(
 
 @triton.jit
 def _index(o, first, column, row, whole_row, CUT: tl.constexpr):
-    """The elements' indices in the whole tensor, modulo 2^32."""
+    """Indices of the elements in the unsharded tensor, modulo 2^32."""
     if CUT:
         o_c = (column + o).to(tl.uint32)
         return first + o_c + o_c // row * (whole_row - row)
@@ -188,7 +187,7 @@ def _index(o, first, column, row, whole_row, CUT: tl.constexpr):
 
 @triton.jit
 def _hash(b_i, word):
-    """The first half of the hash of an index, which all of an element's random bits share."""
+    """First half of the hash of an element's index, shared by all of its random words."""
     b_x = b_i + word
     b_x = (b_x ^ (b_x >> 16)) * _MIX_A
     return b_x ^ (b_x >> 15)
@@ -196,7 +195,7 @@ def _hash(b_i, word):
 
 @triton.jit
 def _noise(b_x, word, MIX: tl.constexpr):
-    """32 random bits out of the first half of a hash."""
+    """32 random bits, from the first half of a hash."""
     b_x = (b_x ^ word) * MIX
     return (b_x ^ (b_x >> 15)).to(tl.int32, bitcast=True)
 
@@ -207,12 +206,12 @@ def step_kernel(
     W: tl.constexpr, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr, ROUNDING: tl.constexpr,
     CUT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """A step of one chunk of one of n tensors.
+    """Update one chunk of one of n tensors.
 
-    p_chunks: [programs, 2], a program's tensor and chunk.
-    gradients: the address of the gradient of a single tensor, or of an array of the addresses of several.
+    p_chunks: [programs, 2], tensor and chunk of each program.
+    gradients: address of the gradient if n is 1, else of an array of the gradients' addresses.
     decay: lr * weight_decay. rest1, rest2: 1 - beta1, 1 - beta2.
-    CUT: whether tensors may be shards with rows that are cut.
+    CUT: whether tensors may be shards with incomplete rows.
     """
     i_p = tl.program_id(0)
     i_t = tl.load(p_chunks + 2 * i_p)
@@ -246,7 +245,7 @@ def step_kernel(
     p_m = _pointer(p_row + _EXP_AVG, M, ALIGNED) + start
     p_v = _pointer(p_row + _EXP_AVG_SQ, V, ALIGNED) + start
     p_r = _pointer(p_row + _REMAINDER, "bf16", ALIGNED) + start
-    # Whole blocks are not masked: a mask of unknown length would have them read element by element.
+    # No mask for complete blocks: a mask of unknown length would prevent vectorized loads.
     for i in range(0, n_o // BLOCK * BLOCK, BLOCK):
         o = i + tl.arange(0, BLOCK)
         b_i = _index(o, first, column, row, whole_row, CUT)

@@ -1,6 +1,6 @@
-"""The host side of a step: tables of the tensors' addresses, and the launches; `adamw/__init__.py` has the formulas.
+"""The host code of a step: tables of the tensors' addresses, and launches; formulas: see `adamw/__init__.py`.
 
-The kernels find tensors by their addresses in a table on the device. `StepPlan` keeps the tables from step to step.
+Kernels read the tensors' addresses from a table on the device. `StepPlan` caches the tables between steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", None: "none"}
 
 @dataclass(frozen=True)
 class Launch:
-    """The size of a program: elements of a block and of the program, warps."""
+    """Launch parameters: elements per block, elements per program, warps."""
 
     block: int
     chunk: int
@@ -35,13 +35,13 @@ class Launch:
 
 _STEP = Launch(block=512, chunk=8192, warps=2)
 _SCALARS = Launch(block=128, chunk=128, warps=4)
-# Stands for an address while launches are recorded: any 64-bit integer.
+# Placeholder for an address in recorded launches: any 64-bit integer.
 _ANY_ADDRESS = 2**35
 
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """The arguments of a step that are lists, all of one length. Moments, remainders and steps are optional."""
+    """The list arguments of a step, of equal length. Moments, remainders and steps are optional."""
 
     weights: Sequence[Tensor]
     gradients: Sequence[Tensor]
@@ -54,7 +54,7 @@ class Tensors:
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """The other arguments of a step. advance: add 1 to the tensors' steps."""
+    """The other arguments of a step. advance: increment the tensors' steps."""
 
     lr: float
     betas: tuple[float, float]
@@ -66,17 +66,17 @@ class Hyperparameters:
 
 
 class Given(NamedTuple):
-    """Scalars that only the device knows, fp32 of one element: whether to skip the step, the gradients' scale."""
+    """Device scalars, fp32 tensors of one element: `found_inf` and `gradient_scale`."""
 
     found_inf: Tensor | None = None
     gradient_scale: Tensor | None = None
 
 
 class StepPlan:
-    """The tables and launches of a step, kept for the next one. Pass the same object to every step of the same tensors.
+    """Caches tables and launches between steps. Pass the same object to every step of the same tensors.
 
-    The first step fills it. A step rebuilds it if the address, size or dtype of a tensor has changed. It holds no
-    reference to the caller's tensors.
+    A step rebuilds it if the address, size or dtype of a tensor has changed. It holds no reference to the caller's
+    tensors.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class StepPlan:
     def update(
         self, tensors: Tensors, hyper: Hyperparameters, check: Callable[[Tensors, Hyperparameters], None]
     ) -> None:
-        """Check the arguments and rebuild the tables, unless nothing has changed since the step before."""
+        """Check the arguments and rebuild the tables if anything has changed since the previous step."""
         key = _plan_key(tensors, hyper)
         if self._key != key:
             check(tensors, hyper)
@@ -95,7 +95,7 @@ class StepPlan:
             self._key = key
 
     def run(self, tensors: Tensors, hyper: Hyperparameters, given: Given) -> None:
-        """A step of the tensors that `update` got."""
+        """Run a step of the tensors of the last `update`."""
         for bucket in self._buckets:
             bucket.launch(tensors, hyper, given)
         weight = tensors.weights[0]
@@ -104,7 +104,7 @@ class StepPlan:
 
 
 def _plan_key(tensors: Tensors, hyper: Hyperparameters) -> Any:
-    """All that a plan depends on. Of the gradients' addresses that is the alignment."""
+    """Everything that a plan is a function of; of the gradients' addresses only the alignment."""
     states = (tensors.exp_avgs, tensors.exp_avg_sqs, tensors.remainders, tensors.steps)
     key: list[Any] = [hyper.rounding, is_recording(), [*tensors.shards]]
     key += [[*map(Tensor.numel, tensor_list)] for tensor_list in (tensors.weights, tensors.gradients)]
@@ -117,7 +117,7 @@ def _plan_key(tensors: Tensors, hyper: Hyperparameters) -> Any:
 
 
 class _Bucket:
-    """The tensors of a step that one launch updates: equal dtypes, and either all aligned to 16 bytes or not."""
+    """Tensors that one launch updates: equal dtypes, and all or none aligned to 16 bytes."""
 
     def __init__(
         self, tensors: Tensors, hyper: Hyperparameters, members: list[int], signature: tuple[Any, ...]
@@ -129,7 +129,7 @@ class _Bucket:
             **dict(zip("WGMV", (_DTYPES[dtype] for dtype in dtypes), strict=True)),
             "ROUNDING": hyper.rounding, "CUT": sharded_rows, "ALIGNED": aligned,
             "BLOCK": _STEP.block, "CHUNK": _STEP.chunk, "num_warps": _STEP.warps,
-            # Without fused multiply-add the bits equal those of the reference.
+            # No fused multiply-add, for bitwise equality with the reference.
             "enable_fp_fusion": False,
         }  # fmt: skip
         lists = (tensors.weights, tensors.exp_avgs, tensors.exp_avg_sqs, tensors.remainders, tensors.steps)
@@ -148,7 +148,7 @@ class _Bucket:
         self._addresses = self._table
 
     def launch(self, tensors: Tensors, hyper: Hyperparameters, given: Given) -> None:
-        """A step of these tensors."""
+        """Launch a step of these tensors."""
         (beta1, beta1_low), (beta2, beta2_low) = map(_as_two_fp32, hyper.betas)
         count, seed = len(self._members), hyper.seed
         launch(
@@ -160,7 +160,7 @@ class _Bucket:
             BLOCK=_SCALARS.block, num_warps=_SCALARS.warps, enable_fp_fusion=False,
         )  # fmt: skip
         constants = _constants(hyper)
-        # Copies live until the launch; memory that this stream reuses later is written after it.
+        # Copies may be freed after the launch: the stream reuses their memory in order.
         gradients = [with_strides_of_weight(tensors.gradients[i], tensors.weights[i]) for i in self._members]
         launch(
             kernel.step_kernel, (self._programs,), self._chunks, self._table, self._scalars,
@@ -169,20 +169,20 @@ class _Bucket:
         )  # fmt: skip
 
     def _send(self, addresses: list[int]) -> int:
-        """The address of one tensor, or of an array on the device with all addresses, which is sent if they changed."""
+        """The address of a single tensor, or of a device array of all addresses, copied to the device if changed."""
         if self._device.type == "meta":
             return _ANY_ADDRESS
         if len(addresses) == 1:
             return addresses[0]
         if addresses != self._sent:
-            # The allocator does not reuse pinned memory before its copy is done.
+            # The allocator does not reuse pinned memory before the copy from it has finished.
             on_host = torch.tensor(addresses, dtype=torch.int64, pin_memory=self._device.type == "cuda")
             self._addresses, self._sent = on_host.to(self._device, non_blocking=True), addresses
         return self._addresses.data_ptr()
 
 
 def _group_by_kernel(tensors: Tensors) -> dict[tuple[Any, ...], list[int]]:
-    """Indices of the tensors that one kernel updates, by dtypes, whether rows are sharded, and alignment."""
+    """Indices of tensors, grouped by dtypes, by whether rows are sharded, and by alignment."""
     found: dict[tuple[Any, ...], list[int]] = {}
     lists = (tensors.weights, tensors.gradients, tensors.exp_avgs, tensors.exp_avg_sqs)
     for i in range(len(tensors.weights)):
@@ -203,7 +203,7 @@ def _chunks(sizes: list[int]) -> Tensor:
 
 
 def _as_two_fp32(x: float) -> tuple[float, float]:
-    """Two fp32 whose sum is x, to 48 bits."""
+    """Two fp32 whose sum is x to 48 bits."""
     high = reference.to_fp32(x)
     return high, reference.to_fp32(x - high)
 
@@ -215,7 +215,7 @@ def _constants(hyper: Hyperparameters) -> reference.Constants:
 
 
 def with_strides_of_weight(x: Tensor, weight: Tensor) -> Tensor:
-    """x, or a copy with the strides of the weight."""
+    """x, or a copy of it if its strides differ from those of the weight."""
     if (x.is_contiguous() and weight.is_contiguous()) or x.stride() == weight.stride():
         return x
     return torch.empty_like(weight, dtype=x.dtype).copy_(x)
@@ -246,5 +246,5 @@ def _run_reference(tensors: Tensors, hyper: Hyperparameters, given: Given) -> No
 
 
 def _flat(x: Tensor) -> Tensor:
-    """A dense x as a view [elements], in memory order."""
+    """x, contiguous up to a permutation of axes, as a 1-d view in memory order."""
     return x.as_strided((x.numel(),), (1,))

@@ -1,4 +1,4 @@
-"""The kernels of `step_kernels.py` in plain PyTorch, equal bit for bit; CPUs and devices without Triton run them."""
+"""The kernels of `step_kernels.py` in plain PyTorch, bitwise equal; for devices without Triton."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MIX_A, _MIX_B, _MIX_C, _GOLDEN = 0x21F0AAAD, 0x735A2D97, 0xD35A2D97, 0x9E3779B9
 
 
 class Scalars(NamedTuple):
-    """The values that all elements of a tensor share: a row of the kernels' table of scalars. Words are signed."""
+    """A row of the kernels' table of scalars, shared by all elements of a tensor. Words are signed."""
 
     size: float
     inverse: float
@@ -58,7 +58,7 @@ def _power(base: float, n: int) -> float:
 def scalars_reference(
     step: int, key: int, seed: int, lr: float, betas: tuple[tuple[float, float], tuple[float, float]]
 ) -> Scalars:
-    """`scalars_kernel` for a step that is not skipped. betas: each as two fp32 whose sum it is."""
+    """`scalars_kernel` for a step that is not skipped. betas: each as a sum of two fp32."""
     corrections = [1.0 - _power(high + low, step) if step else 1.0 for high, low in betas]
     words = tuple(_random_word(seed, key, step, number) for number in range(3))
     return Scalars(to_fp32(lr / corrections[0]), to_fp32(1.0 / corrections[1]), words)  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ class Constants:
     eps: float
 
 
-# Elements that a CPU thread updates at a time, so that their fp32 values stay in its cache.
+# Elements per CPU thread and iteration, so that fp32 intermediates stay in cache.
 _CACHED = 2**15
 
 
@@ -91,9 +91,7 @@ def step_reference(
     rounding: str,
     scale: float = 1.0,
 ) -> None:
-    """`step_kernel` for one tensor. Tensors are [elements]; place: offset, row and whole row of the shard; scale: that
-    of the gradient.
-    """
+    """`step_kernel` for one tensor. Tensors are [elements]; place: `Shard.place()`; scale: gradient scale."""
     rounded = (m, v, w if rounding == "stochastic" else None)
     is_random = rounding != "nearest" and any(x is not None and x.dtype == torch.bfloat16 for x in rounded)
     at_once = _CACHED * torch.get_num_threads() if w.device.type == "cpu" else 2**24
@@ -101,7 +99,7 @@ def step_reference(
         part = slice(start, start + at_once)
         w_part = w[part]
         hashed = _hash(start, w_part, place, scalars.words[0]) if is_random else None
-        # Always a copy, because the code below computes in place.
+        # Always a copy: the code below works in place.
         u = g[part].to(torch.float32, copy=True)
         if scale != 1.0:
             u = u.mul_(scale).to(g.dtype).float()
@@ -125,12 +123,12 @@ def step_reference(
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """The correctly rounded sqrt of fp32 x, by way of fp64: PyTorch's own on CPUs may be wrong in the last place."""
+    """Correctly rounded sqrt of fp32 x, via fp64: PyTorch's CPU sqrt may be off by 1 ulp."""
     return x.double().sqrt_().float()
 
 
 def _hash(start: int, w: Tensor, place: tuple[int, int, int], word: int) -> Tensor:
-    """The first half of the hash of each element's index. The first element of w is element `start` of the shard."""
+    """First half of the hash of each element's index. w[0] is element `start` of the shard."""
     offset, row, whole_row = place
     index = torch.arange(start, start + w.numel(), device=w.device)
     if row != whole_row:
@@ -150,7 +148,7 @@ def _xorshift(x: Tensor, bits: int) -> Tensor:
 
 
 def _store_rounded(stored: Tensor, value: Tensor, noise: Tensor | None) -> None:
-    """Store `value`, rounded by the lowest 16 bits of `noise`, or to nearest even if there is none."""
+    """Store `value`, rounded stochastically with the low 16 bits of `noise`, or to nearest even if None."""
     if noise is not None and stored.dtype == torch.bfloat16:
         bits = (noise & 0xFFFF).add_(value.view(torch.int32)).bitwise_and_(-0x10000)
         value = bits.masked_fill_(value.isnan(), _NAN).view(torch.float32)
@@ -158,9 +156,9 @@ def _store_rounded(stored: Tensor, value: Tensor, noise: Tensor | None) -> None:
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 x as bf16, rounded to nearest with ties away from zero, and the int16 of its low bits."""
+    """(fp32 x rounded to nearest bf16, ties away from zero; its low 16 bits as int16)."""
     bits = x.view(torch.int32)
-    # NaN is rare, and on a CPU masked_fill takes longer than the test.
+    # NaN is rare, and on a CPU the test is faster than masked_fill.
     if (is_nan := x.isnan()).any():
         bits = bits.masked_fill(is_nan, _NAN)
     return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)

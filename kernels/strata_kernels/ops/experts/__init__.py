@@ -1,6 +1,10 @@
 """Mixtures of experts.
 
-`experts.py` has the function and its operators, `experts_arguments.py` what it takes, `experts_launch.py` the tile
-sizes and the launches, `product_kernels.py` the formulas and the grouped products, `routing_kernels.py` the sort by
-expert, `row_kernels.py` the gate and the sums, and `experts_reference.py` the same in plain PyTorch.
+- `experts`: the public function and its operators.
+- `experts_arguments`: types and checks of its arguments.
+- `experts_launch`: tile sizes and launches.
+- `product_kernels`: formulas and grouped matrix products.
+- `routing_kernels`: sort of tokens by expert.
+- `row_kernels`: gate, sums over a token's experts, bias gradients.
+- `experts_reference`: the same in plain PyTorch.
 """

@@ -1,10 +1,9 @@
-"""Feed-forward layers of which each token takes a few: a mixture of experts behind its router.
+"""Mixture of experts: each token goes through the K feed-forward layers that its router selects.
 
-The formulas and the products are in `product_kernels.py`, sorting in `routing_kernels.py`, how both are launched in
-`experts_launch.py`.
+Formulas and matrix products: `product_kernels.py`. Sorting: `routing_kernels.py`. Launches: `experts_launch.py`.
 
 Source: Shazeer et al., "Outrageously Large Neural Networks", 2017 (arXiv:1701.06538); Guo et al., "SonicMoE", 2025
-(arXiv:2512.14080), for the choice of tensors that are kept and recomputed.
+(arXiv:2512.14080), for the choice of saved and recomputed tensors.
 """
 # mypy: allow-untyped-calls
 
@@ -30,14 +29,14 @@ _LOW_RANK = "Tensor? low_a, Tensor? low_b, float scale"
 
 
 def _steps(x: Tensor) -> Any:
-    """The module whose functions take the steps of an operator on x: two modules of equal functions."""
+    """The module that implements the steps for x: `experts_launch` or `experts_reference`, with equal functions."""
     return kernels if takes_kernel(x) else reference
 
 
 @operator(f"experts_hidden_bwd(Tensor do, Tensor h, Tensor down, Tensor? down_bias, Tensor index, Tensor router, "
           f"Tensor? dv, Tensor? low_a, {_ROUTING}, {_BETWEEN}) -> (Tensor, Tensor, Tensor)")  # fmt: skip
 class _HiddenBackward(Operator):
-    """dh, router · a, and the gradient of the router; dv is scale · do · low_b."""
+    """(dh, router · a, gradient of the router weights); dv is scale · do · low_b."""
 
     @staticmethod
     def forward(do: Tensor, h: Tensor, down: Tensor, bias: Tensor | None, index: Tensor, router: Tensor,
@@ -70,7 +69,7 @@ class _WeightBackward(Operator):
 
 @operator(f"experts_bias_bwd(Tensor dy, Tensor? router, Tensor bias, {_ROUTING}) -> Tensor")
 class _BiasBackward(Operator):
-    """Σ dy over the rows of each expert; with `router`, of the weighted rows of the tokens."""
+    """Σ dy over the rows of each expert; with `router`, dy has rows of tokens, weighted by it."""
 
     @staticmethod
     def forward(dy: Tensor, router: Tensor | None, bias: Tensor, *routing: Tensor) -> Tensor:
@@ -102,7 +101,7 @@ class _XBackward(Operator):
 
 @operator(f"experts_rank(Tensor x, Tensor factor, bool of_tokens, float scale, {_ROUTING}, str precision) -> Tensor")
 class _Rank(Operator):
-    """scale · x · factorᵀ, [S, R]: rows between the two factors of an adapter."""
+    """scale · x · factorᵀ, [S, R]: the low-rank intermediate of an adapter."""
 
     @staticmethod
     def forward(x: Tensor, factor: Tensor, of_tokens: bool, scale: float, *rest: Any) -> Tensor:
@@ -135,7 +134,7 @@ class _FactorBackward(Operator):
 
 
 def _beside(u: Tensor | None, factor: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """u · factor as `rows` adds it to another product."""
+    """The argument `beside` of `rows`, which adds u · factor."""
     return None if u is None or factor is None else (u, factor.transpose(1, 2))
 
 
@@ -154,9 +153,9 @@ def _adapted(
 @operator(f"experts_up(Tensor x, Tensor gate_up, Tensor index, Tensor? bias, {_LOW_RANK}, str precision, "
           "int? max_slots) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")  # fmt: skip
 class _Up(Operator):
-    """h and the routing.
+    """(h, the four tensors of the routing).
 
-    A separate node, so that h is released as soon as its gradient is computed.
+    A separate autograd node, so that h is freed as soon as its gradient is computed.
     """
 
     @staticmethod
@@ -208,9 +207,10 @@ class _Up(Operator):
 @operator(f"experts_down_inputs(Tensor h, Tensor down, Tensor index, Tensor router, Tensor? bias, {_LOW_RANK}, "
           f"{_ROUTING}, {_BETWEEN}) -> Tensor")  # fmt: skip
 class _DownInputs(Operator):
-    """Keeps the inputs of the gradient of the result; returns one number, expanded to its shape, for `_Down`.
+    """Saves the inputs of `_Down`'s gradient; returns a placeholder: one element, expanded to the result's shape.
 
-    A separate node, because a recomputed layer stops at the last tensor that it keeps: before the product, not after.
+    A separate autograd node: activation checkpointing stops recomputation at the last saved tensor, which so comes
+    before the product of `_Down`.
     """
 
     @staticmethod
@@ -257,7 +257,7 @@ class _DownInputs(Operator):
 @operator(f"experts_down(Tensor place, Tensor h, Tensor down, Tensor index, Tensor router, Tensor? bias, {_LOW_RANK}, "
           f"{_ROUTING}, {_BETWEEN}) -> Tensor")  # fmt: skip
 class _Down(Operator):
-    """The result of h. Its gradient is that of `place`, the result of `_DownInputs`."""
+    """The result of the layer, from h. Its gradient is passed to `place`, the result of `_DownInputs`."""
 
     @staticmethod
     def forward(place: Tensor, h: Tensor, down: Tensor, index: Tensor, router: Tensor, bias: Tensor | None,
@@ -298,7 +298,7 @@ def experts(
     offset: float = 0.0,
     max_slots: int | None = None,
 ) -> Tensor:
-    """The weighted sum of the outputs of each token's experts; the host never waits for the experts' sizes.
+    """Weighted sum of the outputs of each token's experts, by grouped matrix products without host synchronization.
 
     Equivalent, for a token t:
 
@@ -308,34 +308,34 @@ def experts(
         result[t] = sum(weight[t, j] * y for j, e in enumerate(index[t]))
 
     with f(g) = activation(alpha * g) / alpha. With an adapter, the weights are `gate_up[e] + scale * b[e] @ a[e]`, and
-    likewise for `down`; these sums are never materialized. For the backward pass, x and h [T * K, 2 * I] are kept, for
-    any number of experts; gathered tokens, the activation and y are not.
+    likewise for `down`; these sums are not materialized. Saved for backward are x and h [T * K, 2 * I], but not
+    gathered tokens, activations or y.
 
     Args:
         x: [T, H], bf16 | fp16 | fp32 | fp64.
-        gate_up: [E, 2 * I, H], or [E, I, H] without a gate, in the dtype of x. Any strides: weights that are stored the
-            other way around are passed as `weight.transpose(1, 2)`.
-        down: [E, H, I], likewise.
-        index: [T, K], integers: the experts of each token. Others than 0 to E - 1 stand for no expert.
-        weight: [T, K], any floating dtype: what the router gives each of them.
+        gate_up: [E, 2 * I, H], or [E, I, H] without a gate, x's dtype, any strides: pass transposed weights as
+            `weight.transpose(1, 2)`.
+        down: [E, H, I], x's dtype, any strides.
+        index: [T, K], integers: the experts of each token. Values outside [0, E) are no expert.
+        weight: [T, K], any floating dtype: router weights of the experts.
         gate_up_bias: [E, 2 * I] or [E, I], or None.
         down_bias: [E, H], or None.
-        gate_up_adapter: of `gate_up`, or None. Weights that need no gradient get none.
-        down_adapter: of `down`, or None.
-        activation: of the gate: "silu", "gelu", "gelu_tanh" or "relu2", the squared ReLU.
-        gate: "halves" if h is the gate and then what it multiplies, "interleaved" if every other feature is the gate
-            (gpt-oss), "none" for an activation of all of h.
-        alpha: of the gate before the activation, whose result is divided by it (gpt-oss: 1.702).
-        limit: the largest gate, and the largest magnitude of what it multiplies; None for no limit.
-        offset: added to what the gate multiplies (gpt-oss: 1).
-        max_slots: at least as many as the T * K slots of `index` that name an expert, for a process that has some of
-            the experts: h has so many rows. Further slots are dropped, those of the last experts first. None: T * K.
+        gate_up_adapter: LoRA adapter of `gate_up`, or None. Gradients are computed only for tensors that require them.
+        down_adapter: LoRA adapter of `down`, or None.
+        activation: "silu", "gelu", "gelu_tanh" or "relu2" (squared ReLU), of the gate.
+        gate: layout of h: "halves" for g, then u; "interleaved" for alternating g and u (gpt-oss); "none" for no gate:
+            the activation of all of h.
+        alpha: see above (gpt-oss: 1.702).
+        limit: g is clamped to at most `limit`, u to [-limit, limit]; None for no limit.
+        offset: added to u (gpt-oss: 1).
+        max_slots: number of rows of h, for a rank that holds some of the experts: an upper bound of the entries of
+            `index` that are experts. If there are more, entries of the last experts are dropped. None: T * K.
 
     Returns:
-        [T, H], contiguous, in the dtype of x.
+        [T, H] in the dtype of x, contiguous.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit together, or there is no such activation or gate.
+        ValueError: a wrong shape, dtype or device; an unknown activation or gate.
 
     Example:
         >>> x, index = torch.tensor([[1.0], [2.0]]), torch.tensor([[0], [1]])
@@ -347,7 +347,7 @@ def experts(
     check(x, gate_up, down, index, weight, gate_up_bias, down_bias, activation, gate)
     check_adapters(x, ("gate_up", gate_up, gate_up_adapter), ("down", down, down_adapter))
     if gate == "none" and (limit is not None or offset or alpha != 1.0):
-        raise ValueError(f"alpha, limit and offset are those of a gate, got gate='none' and {alpha}, {limit}, {offset}")
+        raise ValueError(f"alpha, limit and offset need a gate, got gate='none' and {alpha}, {limit}, {offset}")
     if max_slots is not None and max_slots < 1:
         raise ValueError(f"max_slots must be at least 1, got {max_slots}")
     precision = "tf32" if x.dtype == torch.float32 and _takes_tf32() else "ieee"
@@ -371,14 +371,14 @@ def experts(
 
 
 def _takes_tf32() -> bool:
-    """Whether PyTorch's own products of fp32 are taken in tf32."""
+    """Whether PyTorch computes fp32 matrix products in tf32."""
     return torch.get_float32_matmul_precision() != "highest"
 
 
-# As `torch.compiler.assume_constant_result` does, without importing the compiler.
+# As `torch.compiler.assume_constant_result`, without importing the compiler.
 _takes_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _with_rows(x: Tensor) -> Tensor:
-    """x with features that are neighbors in memory."""
+    """x, or a contiguous copy if its feature stride is not 1."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,4 +1,4 @@
-"""What `experts` takes, and what it says of arguments that do not fit."""
+"""Types and checks of the arguments of `experts`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Function = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 
 
 class LowRank(NamedTuple):
-    """A LoRA adapter of the weights [E, N, K] of all experts: W + scale · b · a.
+    """LoRA adapters of the weights W [E, N, K] of all experts: W + scale · b · a.
 
-    a: [E, R, K]. b: [E, N, R]. In the dtype of the weights, any strides.
+    a: [E, R, K]. b: [E, N, R]. Dtype of the weights, any strides.
     """
 
     a: Tensor
@@ -29,7 +29,7 @@ def check(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, gate_up_bias: Tensor | None,
     down_bias: Tensor | None, activation: str, gate: str,
 ) -> None:  # fmt: skip
-    """Raise ValueError if shapes, dtypes or devices do not fit together, or there is no such activation or gate."""
+    """Raise ValueError for a wrong shape, dtype or device, or an unknown activation or gate."""
     for name, value, known in (("activation", activation, Function), ("gate", gate, Gate)):
         if value not in get_args(known):
             raise ValueError(f"{name} must be one of {', '.join(get_args(known))}, got {value!r}")
@@ -60,7 +60,7 @@ def check(
 
 
 def check_adapters(x: Tensor, *adapted: tuple[str, Tensor, LowRank | None]) -> None:
-    """Raise ValueError if an adapter does not fit its weight; `adapted` are names, weights and adapters."""
+    """Raise ValueError for an adapter that does not match its weight; adapted: (name, weight, adapter)."""
     for name, weight, adapter in adapted:
         if adapter is None:
             continue

@@ -1,4 +1,4 @@
-"""How the kernels of experts are launched: tile sizes, and memory for what they write."""
+"""Launches of the kernels of experts: tile sizes and output buffers."""
 # mypy: allow-untyped-calls
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .row_kernels import bias_bwd_kernel, gate_bwd_kernel, gate_kernel, token_su
 
 @dataclass(frozen=True)
 class Tile:
-    """BM, BN and BK of a product; warps and stages of the pipeline."""
+    """BM, BN and BK of a matrix product, warps, pipeline stages."""
 
     bm: int
     bn: int
@@ -27,14 +27,14 @@ class Tile:
     stages: int
 
     def of_width(self, width: int) -> Tile:
-        """For a result with so few features, such as the rank of an adapter: no wider than they are."""
+        """This tile with BN reduced for a result of `width` features, e.g. the rank of an adapter."""
         bn = max(_power_of_2(width), 16)
         return self if bn >= min(self.bn, 128) else replace(self, bn=bn, warps=4)
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of rows with weights, and of rows with rows."""
+    """Tiles of the products of rows with weights, and of weight gradients."""
 
     rows: Tile
     weight_bwd: Tile
@@ -43,18 +43,18 @@ class Tiles:
 _WIDE = Tiles(rows=Tile(128, 256, 64, 8, 4), weight_bwd=Tile(128, 256, 64, 8, 3))
 _NARROW = Tiles(rows=Tile(64, 128, 64, 4, 4), weight_bwd=Tile(128, 128, 64, 8, 3))
 _FP32 = Tiles(rows=Tile(64, 64, 32, 4, 2), weight_bwd=Tile(64, 64, 32, 4, 2))
-# Rows of an expert, on average, from which most of its tiles are full ones.
+# Average rows per expert from which most tiles of 128 rows are full.
 _FEW_ROWS = 256
-# Rows of tiles that are taken together.
+# Tile rows per group of `_tile`.
 _GROUP = 16
-# Features of an adapter that are summed at a time.
+# Block size along the rank of an adapter.
 _RANK = 64
-# Rows and features that a program of the gate takes at a time.
+# Rows and features per program of the gate kernels.
 _ROWS, _COLUMNS = 4, 256
 
 
 class Activation(NamedTuple):
-    """What lies between the products: the settings of `experts`, as its operators take them."""
+    """Settings of the gate and activation between the two products, as in the operators' schemas."""
 
     gate: str
     activation: str
@@ -63,7 +63,7 @@ class Activation(NamedTuple):
     offset: float
 
     def constexprs(self, dtype: torch.dtype) -> dict[str, object]:
-        """Those of the kernels."""
+        """Constexprs of the gate kernels."""
         return {
             "GATE": self.gate,
             "ACTIVATION": self.activation,
@@ -73,9 +73,9 @@ class Activation(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """Slots sorted by expert: `routing_kernels.py` says what the tensors hold. int32.
+    """Slots sorted by expert, int32 tensors that `routing_kernels.py` describes.
 
-    positions: [T, K]. rows: [S], S being T · K unless it is bounded. starts: [E + 1]. tiles: [tiles, 2].
+    positions: [T, K]. rows: [S], S = T · K or `max_slots`. starts: [E + 1]. tiles: [tiles, 2].
     """
 
     positions: Tensor
@@ -85,14 +85,14 @@ class Routing(NamedTuple):
 
 
 def tiles_of(slots: int, experts: int, dtype: torch.dtype) -> Tiles:
-    """The tiles for this many slots of all experts."""
+    """The tile sizes for `slots` rows of all experts."""
     if dtype == torch.float32:
         return _FP32
     return _WIDE if slots >= _FEW_ROWS * experts else _NARROW
 
 
 def empty_routing(index: Tensor, experts: int, dtype: torch.dtype, max_slots: int | None = None) -> Routing:
-    """The memory of a routing, unfilled, of so many slots with an expert; None: of all."""
+    """An uninitialized routing with at most `max_slots` rows."""
     slots = index.numel() if max_slots is None else min(max_slots, index.numel())
     bm = tiles_of(slots, experts, dtype).rows.bm
     tiles = slots // bm + min(experts, slots)
@@ -104,7 +104,7 @@ def empty_routing(index: Tensor, experts: int, dtype: torch.dtype, max_slots: in
 
 
 def route(index: Tensor, experts: int, dtype: torch.dtype, max_slots: int | None = None) -> Routing:
-    """Sort the slots of `index` [T, K], contiguous, by expert; only the first `max_slots` in that order are kept."""
+    """Sort the slots of `index` [T, K], contiguous, by expert, and keep the first `max_slots`."""
     routing = empty_routing(index, experts, dtype, max_slots)
     slots, n_rows, n_tiles = index.numel(), routing.rows.shape[0], routing.tiles.shape[0]
     be, bm = _power_of_2(experts), tiles_of(n_rows, experts, dtype).rows.bm
@@ -129,9 +129,9 @@ def rows(
     a: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, precision: str, *, of_tokens: bool = False,
     scale: float = 1.0, beside: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """scale · a · weightᵀ + bias + u · vᵀ, [S, N], for weight [E, N, K]: each row with the weight of its expert.
+    """scale · a · weightᵀ + bias + u · vᵀ, [S, N], for weight [E, N, K]: grouped by the rows' experts.
 
-    of_tokens: a is [T, K] with the rows of the tokens, not [S, K].
+    of_tokens: a is [T, K], rows of tokens, not [S, K], rows of slots.
     beside: u [S, R], contiguous, and v [E, N, R].
     """
     experts, width, size = weight.shape
@@ -152,7 +152,7 @@ def rows(
 
 
 def gate(h: Tensor, routing: Routing, between: Activation) -> Tensor:
-    """a of h."""
+    """a = gate(h), [S, I]."""
     slots, inner = h.shape[0], inner_of(h.shape[1], between.gate)
     a = h.new_empty(slots, inner)
     launch(
@@ -178,10 +178,10 @@ def hidden_bwd(
     do: Tensor, h: Tensor, down: Tensor, bias: Tensor | None, index: Tensor, router: Tensor, routing: Routing,
     between: Activation, precision: str, beside: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dh, router · a, and the gradient of the router; `beside` is that of do · down."""
+    """(dh, router · a, gradient of the router weights); beside: added to do · down, as in `rows`."""
     experts, width, inner = down.shape
     a = rows(do, down.transpose(1, 2), None, routing, precision, of_tokens=True, beside=beside)
-    # 0 for slots without an expert.
+    # The gradient of slots without an expert is 0.
     dh, d_router = torch.empty_like(h), torch.zeros_like(router)
     launch(
         gate_bwd_kernel, (-(-h.shape[0] // _ROWS),),
@@ -195,13 +195,13 @@ def hidden_bwd(
 def weight_bwd(dw: Tensor, dy: Tensor, x: Tensor, of_tokens: str, routing: Routing, precision: str) -> None:
     """dw [E, N, K] = Σ dyᵀ · x over the rows of each expert.
 
-    dy: [S, N] and x: [S, K]. The one that `of_tokens` names, "dy", "x" or "" for none, is [T, ...] instead: its rows
-    are those of the tokens.
+    dy: [S, N] and x: [S, K], except that the one named by `of_tokens` ("dy", "x", or "" for none) has rows of tokens,
+    [T, ...].
     """
     strides, gather = (dw.stride(1), dw.stride(2)), {"dy": "l", "x": "r", "": ""}[of_tokens]
     left, right = dy, x
     if strides[1] != 1:
-        # Features that are neighbors in memory are the columns of a tile.
+        # Columns of a tile must be contiguous in memory.
         left, right, gather, strides = right, left, {"l": "r", "r": "l", "": ""}[gather], strides[::-1]
     tile = tiles_of(routing.rows.shape[0], dw.shape[0], x.dtype).weight_bwd.of_width(right.shape[1])
     n_l, n_r = -(-left.shape[1] // tile.bm), -(-right.shape[1] // tile.bn)
@@ -215,7 +215,7 @@ def weight_bwd(dw: Tensor, dy: Tensor, x: Tensor, of_tokens: str, routing: Routi
 
 
 def bias_bwd(db: Tensor, dy: Tensor, router: Tensor | None, routing: Routing) -> None:
-    """db [E, N] = Σ dy over the rows of each expert; with `router`, dy is [T, N] and weighted."""
+    """db [E, N] = Σ dy over the rows of each expert; with `router`, dy is [T, N], weighted by it."""
     size = db.shape[1]
     launch(
         bias_bwd_kernel, (db.shape[0], -(-size // 64)),
@@ -225,7 +225,7 @@ def bias_bwd(db: Tensor, dy: Tensor, router: Tensor | None, routing: Routing) ->
 
 
 def inner_of(width: int, gate: str) -> int:
-    """The features between the products, of `width` features of h."""
+    """I, for h with `width` features."""
     return width // (1 if gate == "none" else 2)
 
 

@@ -1,4 +1,4 @@
-"""Experts in plain PyTorch, a loop over the experts, step by step as the kernels take them."""
+"""Experts in plain PyTorch: a loop over the experts, with the same steps as the kernels."""
 # mypy: allow-untyped-calls
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .experts_launch import Activation, Routing, empty_routing
 
 
 def route(index: Tensor, experts: int, dtype: torch.dtype, max_slots: int | None = None) -> Routing:
-    """Sort the slots of `index` [T, K] by expert and keep the first `max_slots`; tiles are for kernels alone."""
+    """Sort the slots of `index` [T, K] by expert and keep the first `max_slots`; tiles stay uninitialized."""
     empty = empty_routing(index, experts, dtype, max_slots)
     kept = empty.rows.shape[0]
     flat = index.flatten()
@@ -31,7 +31,7 @@ def route(index: Tensor, experts: int, dtype: torch.dtype, max_slots: int | None
 
 
 def gate(h: Tensor, routing: Routing, between: Activation) -> Tensor:
-    """a of h, in its dtype."""
+    """a = gate(h), in the dtype of h."""
     del routing
     function, _ = FUNCTIONS[between.activation]
     g, u = _gate_and_up(h, between)
@@ -42,7 +42,7 @@ def gate(h: Tensor, routing: Routing, between: Activation) -> Tensor:
 
 
 def gate_bwd(da: Tensor, h: Tensor, between: Activation) -> Tensor:
-    """dh, in the dtype of da, in which everything is computed."""
+    """dh, computed in and returned in the dtype of da."""
     function, pull = FUNCTIONS[between.activation]
     g, u = _gate_and_up(h, between)
     if u is None:
@@ -63,7 +63,7 @@ def _gate_and_up(h: Tensor, between: Activation) -> tuple[Tensor, Tensor | None]
 
 
 def of_experts(routing: Routing) -> Iterator[tuple[int, slice]]:
-    """Each expert with its rows."""
+    """(expert, slice of its rows) of each expert."""
     starts = routing.starts.tolist()
     for expert, (start, end) in enumerate(pairwise(starts)):
         if start != end:
@@ -79,7 +79,7 @@ def rows(
     a: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, precision: str = "", *, of_tokens: bool = False,
     scale: float = 1.0, beside: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """scale · a · weightᵀ + bias + u · vᵀ, [S, N], for weight [E, N, K]; a is [T, K] if its rows are the tokens'."""
+    """scale · a · weightᵀ + bias + u · vᵀ, [S, N], for weight [E, N, K]; a is [T, K] if of_tokens."""
     del precision
     a = a[tokens_of(routing)] if of_tokens else a
     parts = []
@@ -105,7 +105,7 @@ def adapted_rows(
 def token_sums(y: Tensor, router: Tensor | None, routing: Routing) -> Tensor:
     """Σ router · y over the slots of each token."""
     exact = accumulator(y.dtype)
-    # Rows behind the last expert's are 0: slots without an expert take the last one.
+    # Slots without an expert have position -1: the last row, which is 0 here.
     slots = y.to(exact)[routing.positions.long()]
     slots = torch.where(routing.positions[..., None] >= 0, slots, 0.0)
     return (slots if router is None else slots * router.to(exact)[..., None]).sum(1).to(y.dtype)
@@ -115,7 +115,7 @@ def down(
     h: Tensor, weight: Tensor, router: Tensor, bias: Tensor | None, low_a: Tensor | None, low_b: Tensor | None, *,
     scale: float, routing: Routing, between: Activation,
 ) -> Tensor:  # fmt: skip
-    """The result of h, differentiable any number of times."""
+    """The result of the layer, from h; differentiable any number of times."""
     y = adapted_rows(gate(h, routing, between), weight, bias, low_a, low_b, scale=scale, routing=routing)
     return token_sums(y, router, routing)
 
@@ -124,7 +124,7 @@ def hidden_bwd(
     do: Tensor, h: Tensor, down: Tensor, bias: Tensor | None, index: Tensor, router: Tensor, routing: Routing,
     between: Activation, precision: str, beside: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dh, router · a, and the gradient of the router; `beside` is that of do · down."""
+    """(dh, router · a, gradient of the router weights); beside: added to do · down, as in `rows`."""
     del index, precision
     exact, do = accumulator(h.dtype), do[tokens_of(routing)]
     da = rows(do, down.transpose(1, 2), None, routing, beside=beside).to(exact)
@@ -149,7 +149,7 @@ def weight_bwd(dw: Tensor, dy: Tensor, x: Tensor, of_tokens: str, routing: Routi
 
 
 def bias_bwd(db: Tensor, dy: Tensor, router: Tensor | None, routing: Routing) -> None:
-    """db [E, N] = Σ dy over the rows of each expert; with `router`, dy is [T, N] and weighted."""
+    """db [E, N] = Σ dy over the rows of each expert; with `router`, dy is [T, N], weighted by it."""
     exact = accumulator(dy.dtype)
     if router is not None:
         dy = dy[tokens_of(routing)].to(exact) * router.flatten()[routing.rows.long()].to(exact)[:, None]

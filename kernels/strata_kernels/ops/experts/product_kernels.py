@@ -1,26 +1,25 @@
-"""The grouped products of experts: of rows with the weight of their expert, and of rows with rows for its gradient.
+"""Grouped matrix products of experts: rows times their expert's weight, and the gradients of the weights.
 
-For a row r of expert e, whose slot belongs to token t and has the router's weight w:
+For a row of expert e, of a slot of token t with router weight w:
 
     h  = x_t · Ugᵀ + b           a  = gate(h)          y  = a · Dᵀ + b'         out_t = Σ w · y over the slots of t
     da = do_t · D                dw = <da, a> + <do_t, b'>
     dh = w · da · gate'(h)       dx_t = Σ dh · Ug over the slots of t
     dUg = Σ dhᵀ · x_t            dD = Σ do_tᵀ · (w · a)         over the rows of e
 
-With an adapter s · B · A beside a weight W [N, K] (LoRA, arXiv:2106.09685), in a product x · Wᵀ with the gradient dy:
+With an adapter s · B · A of a weight W [N, K] (LoRA, arXiv:2106.09685), in a product x · Wᵀ with the gradient dy:
 
     u  = s · x · Aᵀ              y  = x · Wᵀ + u · Bᵀ
     du = s · dy · B              dx = dy · W + du · A          dA = Σ duᵀ · x            dB = Σ dyᵀ · u
 
-u and du have r features; the second term of y and of dx is added before the sum is rounded, in the tile's registers.
-u is computed again in the backward pass. Behind the gate, du = s · do_t · B and u = s · (w · a) · Aᵀ.
+u and du have r features; the second term of y and dx is added to the fp32 accumulator, before rounding. u is recomputed
+in backward. For `down`, du = s · do_t · B and u = s · (w · a) · Aᵀ.
 
-Only x and h are kept for the backward pass. dw follows from a, which is computed again from h, so y is not kept; rows
-of x and of do are gathered by the products that read them, so no copy of them is made either (the derivation is that of
-SonicMoE, arXiv:2512.14080).
+Only x and h are saved for backward. dw is computed from a, which is recomputed from h, so y is not saved; the products
+gather rows of x and do themselves, so no gathered copies exist (derivation: SonicMoE, arXiv:2512.14080).
 
-Axes: BM rows of one expert, BN features of a result, BK features that are summed at a time; in a weight's gradient BM
-and BN features, BK rows. A program takes one tile; which one, `_tile` says.
+Axes: BM rows of one expert, BN features of the result, BK features of the reduction; for a weight gradient BM and BN
+features, BK rows. A program computes one tile, selected by `_tile`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -32,9 +31,9 @@ import triton.language as tl
 
 @triton.jit
 def _tile(pid, n_m, n_n, GROUP: tl.constexpr):
-    """Row and column of tile `pid` of n_m x n_n: down the rows of GROUP rows, then on to their next column.
+    """(row, column) of tile `pid` of n_m x n_n tiles: column-major within groups of GROUP tile rows.
 
-    Programs that run at once share rows and columns, in about equal parts, and find them in the second-level cache.
+    So concurrent programs share rows and columns of the operands in L2.
     """
     first = pid // (GROUP * n_n) * GROUP
     n_rows = tl.minimum(n_m - first, GROUP)
@@ -46,7 +45,7 @@ def _tile(pid, n_m, n_n, GROUP: tl.constexpr):
 def _add_product(b_sum, b_a, b_b, PRECISION: tl.constexpr):
     """b_sum + a · b."""
     if PRECISION == "ieee" and b_a.dtype == tl.float32:
-        # A sum of short sums: in one long one, fp32 loses digits. The last option keeps Triton from joining the two.
+        # A sum of partial sums is more accurate than one long sum; the last option keeps Triton from merging them.
         b_sum += tl.dot(b_a, b_b, input_precision="ieee", max_num_imprecise_acc=1)
     else:
         b_sum = tl.dot(b_a, b_b, b_sum, input_precision=PRECISION)
@@ -60,9 +59,9 @@ def rows_kernel(
     TOP_K: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """A tile of y [S, width] = scale · a · wᵀ + b + u · vᵀ, each row with the weight [width, size] of its expert.
+    """A tile of y [S, width] = scale · a · wᵀ + b + u · vᵀ, with w [width, size] of the row's expert.
 
-    GATHER: rows of a are those of the tokens; else those of y. u: [S, rank]; v: [width, rank] of each expert.
+    GATHER: a has rows of tokens, else rows of slots like y. u: [S, rank]; v: [width, rank] of each expert.
     """
     i_m, i_n = _tile(tl.program_id(0), n_tiles, n_columns, GROUP)
     i_e = tl.load(p_tiles + 2 * i_m).to(tl.int64)
@@ -71,7 +70,7 @@ def rows_kernel(
     row = tl.load(p_tiles + 2 * i_m + 1)
     o_m = row + tl.arange(0, BM)
     m_m = o_m < tl.load(p_starts + i_e + 1)
-    # Behind the last row of an expert its first one here is read once more, and not stored.
+    # Rows beyond the expert's last load the tile's first row, and are not stored.
     o_a = tl.where(m_m, o_m, row)
     if GATHER:
         o_a = tl.load(p_rows + o_a) // TOP_K
@@ -108,9 +107,9 @@ def weight_bwd_kernel(
     TOP_K: tl.constexpr, GATHER: tl.constexpr, PRECISION: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """A tile of dw [E, size_l, size_r] = Σ lᵀ · r over the rows of an expert; 0 for an expert without any.
+    """A tile of dw [E, size_l, size_r] = Σ lᵀ · r over the rows of an expert; 0 for an expert without rows.
 
-    Rows of the one that GATHER names, "l" or "r", are those of the tokens; others are sorted already.
+    GATHER: the operand with rows of tokens, "l", "r" or none; the other has rows of slots, sorted by expert.
     """
     pid = tl.program_id(0)
     i_e = pid // (n_l * n_r)
@@ -120,8 +119,8 @@ def weight_bwd_kernel(
     p_l += (o_l % size_l)[None, :]
     p_r += (o_r % size_r)[None, :]
     b_dw = tl.zeros((BM, BN), tl.float32)
-    # Slots are read one round ahead of the rows that they name. Behind the last row of the expert it is taken times 0.
-    # Without a row there is no slot to read: of an empty batch, p_rows is a null pointer.
+    # Slot indices are loaded one iteration ahead of their rows. Rows beyond the expert's last are multiplied by 0.
+    # The mask excludes experts without rows: for an empty batch, p_rows is a null pointer.
     b_slot = tl.load(p_rows + tl.minimum(start + o_k, end - 1), mask=o_k < tl.minimum(end - start, 1) * BK, other=0)
     for k in range(start, end, BK):
         m_k = k + o_k < end

@@ -1,15 +1,15 @@
-"""Sorting slots by expert, on the device and without atomics: a counting sort that keeps the order of slots.
+"""Sorts slots by expert on the device: a stable counting sort without atomics.
 
-A slot is one of the K experts of one token: slot s = t · K + j. Sorted, the slots of an expert are neighbors: its rows.
+A slot is an entry of index: slot s = t · K + j is expert j of token t. Rows are slots sorted by expert.
 
-    counts[b, e]    how many slots of block b go to expert e; after the scan, of the blocks before b
-    starts[e]       the first row of expert e; starts[E] is the number of rows
-    positions[s]    the row of slot s; -1 where the index names no expert, or all rows are taken, which drops the slot
-    rows[r]         the slot of row r
-    tiles[i]        (expert, first row) of the i-th tile of BM rows; expert -1 behind the last one
+    counts[b, e]    number of slots of block b with expert e; after the scan, of all blocks before b
+    starts[e]       first row of expert e; starts[E] is the number of rows
+    positions[s]    row of slot s; -1 if its index is not an expert, or the slot is dropped for lack of rows
+    rows[r]         slot of row r
+    tiles[i]        (expert, first row) of tile i of BM rows; expert -1 for unused tiles
 
-No tile holds rows of two experts. So there are at most S // BM + min(E, S) of them for S slots, a number that follows
-from shapes alone: the host never asks the device how many tokens an expert has.
+A tile has rows of one expert only. So there are at most S // BM + min(E, S) tiles for S slots, a function of shapes:
+the host does not need the number of tokens per expert.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -21,7 +21,7 @@ import triton.language as tl
 
 @triton.jit
 def _hits(p_index, n_slots, n_experts, BLOCK: tl.constexpr, BE: tl.constexpr):
-    """Slots [BLOCK] of this program, and whether each goes to each expert, [BLOCK, BE]."""
+    """(slots [BLOCK] of this program, one-hot experts of the slots [BLOCK, BE])."""
     o_s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b_e = tl.load(p_index + o_s, mask=o_s < n_slots, other=-1)
     o_e = tl.arange(0, BE)
@@ -38,7 +38,7 @@ def count_kernel(p_index, p_counts, n_slots, n_experts, BLOCK: tl.constexpr, BE:
 
 @triton.jit(do_not_specialize=["n_blocks"])
 def scan_kernel(p_counts, p_totals, n_blocks, n_experts, BLOCK: tl.constexpr):
-    """counts of one expert, summed over the blocks before each, in place; and its total."""
+    """Exclusive scan over the blocks of counts of one expert, in place, and its total."""
     i_e = tl.program_id(0)
     total = 0
     for i in range(0, n_blocks, BLOCK):
@@ -52,11 +52,11 @@ def scan_kernel(p_counts, p_totals, n_blocks, n_experts, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["n_rows", "n_tiles"])
 def tile_kernel(p_totals, p_starts, p_tiles, n_rows, n_tiles, n_experts, BM: tl.constexpr, BLOCK: tl.constexpr,
                 BE: tl.constexpr):  # fmt: skip
-    """BLOCK tiles; the first program also writes starts."""
+    """Store BLOCK entries of tiles; the first program also stores starts."""
     o_e, o_t = tl.arange(0, BE), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b_total = tl.load(p_totals + o_e, mask=o_e < n_experts, other=0)
     b_end = tl.cumsum(b_total, 0)
-    # Slots that get no row are dropped.
+    # Slots beyond n_rows are dropped.
     b_begin, b_end = tl.minimum(b_end - b_total, n_rows), tl.minimum(b_end, n_rows)
     b_total = b_end - b_begin
     if tl.program_id(0) == 0:
@@ -65,7 +65,7 @@ def tile_kernel(p_totals, p_starts, p_tiles, n_rows, n_tiles, n_experts, BM: tl.
     b_tiles = (b_total + BM - 1) // BM
     b_last = tl.cumsum(b_tiles, 0)
     b_expert = tl.sum((b_last[None, :] <= o_t[:, None]).to(tl.int32), 1)
-    # Where tile 0 of the expert would start, if all experts had whole tiles before it.
+    # Offset of the expert's first row from its first tile times BM.
     b_shift = b_begin - (b_last - b_tiles) * BM
     b_row = tl.sum(tl.where(b_expert[:, None] == o_e[None, :], b_shift[None, :], 0), 1) + o_t * BM
     b_expert = tl.where(o_t < tl.sum(b_tiles, 0), b_expert, -1)
@@ -76,7 +76,7 @@ def tile_kernel(p_totals, p_starts, p_tiles, n_rows, n_tiles, n_experts, BM: tl.
 @triton.jit(do_not_specialize=["n_rows", "n_slots"])
 def place_kernel(p_index, p_counts, p_starts, p_positions, p_rows, n_rows, n_slots, n_experts, BLOCK: tl.constexpr,
                  BE: tl.constexpr):  # fmt: skip
-    """positions of one block, and rows at them."""
+    """positions of the slots of one block, and the inverse, rows."""
     o_s, b_hits = _hits(p_index, n_slots, n_experts, BLOCK, BE)
     o_e = tl.arange(0, BE)
     m_e = o_e < n_experts

@@ -1,10 +1,10 @@
-"""What experts need beside their products: the gate, sums over the slots of a token, and gradients of biases.
+"""Kernels of experts other than products: gate, sums over the slots of a token, gradients of biases.
 
-    gate(h) = f(s · min(g, L)) / s · (max(-L, min(u, L)) + c)      g and u: halves of h, or every other feature
+    gate(h) = f(s · min(g, L)) / s · (max(-L, min(u, L)) + c)      g, u: halves of h, or interleaved
     gate(h) = f(h)                                                  without a gate
 
-f is an activation of `activation_kernels.py`, s is alpha, L the limit and c the offset of `experts`. A derivative is 0
-where a limit holds a value. Every sum has one order, that of slots, rows or features, and is taken in fp32.
+f is an activation of `activation_kernels.py`, s is alpha, L the limit and c the offset of `experts`. The derivative of
+a clamped value is 0. All sums are in fp32 and in a fixed order of slots, rows or features.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -18,12 +18,12 @@ from ..activation.activation_kernels import activate
 
 @triton.jit
 def _gate_and_up(p_h, o_r, o_n, m, inner, GATE: tl.constexpr):
-    """g and u of rows [R, 1] and features [1, BN], in fp32; without a gate h twice."""
+    """g and u, fp32 [R, BN], of rows o_r [R, 1] and features o_n [1, BN]; without a gate, h for both."""
     if GATE == "none":
         b_g = tl.load(p_h + o_r * inner + o_n, mask=m, other=0.0).to(tl.float32)
         b_u = b_g
     elif GATE == "interleaved":
-        # Loaded twice, so that no lane needs its neighbor's half; the second time from the cache.
+        # Two strided loads, the second from cache, instead of a shuffle between lanes.
         b_g = tl.load(p_h + o_r * (2 * inner) + 2 * o_n, mask=m, other=0.0).to(tl.float32)
         b_u = tl.load(p_h + o_r * (2 * inner) + 2 * o_n + 1, mask=m, other=0.0).to(tl.float32)
     else:
@@ -35,8 +35,8 @@ def _gate_and_up(p_h, o_r, o_n, m, inner, GATE: tl.constexpr):
 
 @triton.jit
 def _gated(b_g, b_u, alpha, limit, offset, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, CLAMPED: tl.constexpr):
-    """f(s · g) / s, its derivative by g, and u + c, clamped."""
-    # Comparisons instead of minimum and maximum: NaN stays NaN.
+    """(f(s · g) / s, its derivative by g, u + c), with g and u clamped."""
+    # Comparisons instead of minimum and maximum, to propagate NaN.
     b_x = tl.where(b_g > limit, limit, b_g) if CLAMPED else b_g
     b_f, b_df = activate(b_x * alpha, ACTIVATION, PRECISE)
     b_f = b_f / alpha
@@ -52,7 +52,7 @@ def gate_kernel(
     GATE: tl.constexpr, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, CLAMPED: tl.constexpr, R: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """BN features of R rows of a."""
+    """BN features of R rows of a = gate(h)."""
     o_r = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)[:, None]
     o_n = (tl.program_id(1) * BN + tl.arange(0, BN))[None, :]
     m = (o_r < tl.load(p_starts + n_experts)) & (o_n < inner)
@@ -69,7 +69,7 @@ def gate_bwd_kernel(
     TOP_K: tl.constexpr, GATE: tl.constexpr, ACTIVATION: tl.constexpr, PRECISE: tl.constexpr, CLAMPED: tl.constexpr,
     R: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """R rows of dh and of w · a, which takes the place of da; and dw of their slots."""
+    """R rows of dh and of w · a, which overwrites da, and dw of their slots."""
     o_r = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)[:, None]
     m_r = o_r < tl.load(p_starts + n_experts)
     o_s = tl.load(p_rows + o_r, mask=m_r, other=0)
@@ -83,7 +83,7 @@ def gate_bwd_kernel(
         b_g, b_u = _gate_and_up(p_h, o_r, o_n, m, inner, GATE)
         b_f, b_df, b_v = _gated(b_g, b_u, alpha, limit, offset, ACTIVATION, PRECISE, CLAMPED)
         b_a = b_f if GATE == "none" else b_f * b_v
-        # y was made of a as it is rounded to the dtype of x.
+        # The forward pass computed y from a rounded to the dtype of x.
         b_dw += tl.where(m, b_da * b_a.to(dtype).to(tl.float32), 0.0)
         tl.store(p_da + o_r * inner + o_n, (b_a * b_w).to(dtype), mask=m)
         b_da *= b_w

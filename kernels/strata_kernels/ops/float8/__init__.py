@@ -1,4 +1,4 @@
-"""Linear layers that multiply in FP8: casts with scales taken from the values, and products of what was cast.
+"""Linear layers with FP8 matrix products: casts with dynamic scales, and products of FP8 matrices.
 
-`linear.py` has the layers, `cast.py` the operators, `cast_kernels.py` the kernels, `product.py` the products.
+Layers: `linear.py`. Cast operators: `cast.py`. Cast kernels: `cast_kernels.py`. Matrix products: `product.py`.
 """

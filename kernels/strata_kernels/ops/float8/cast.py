@@ -1,7 +1,7 @@
-"""Casts to FP8: the launch table, the operators, and the same in plain PyTorch.
+"""Casts to FP8: launch table, operators, and the same in plain PyTorch.
 
-The formulas and the kernels are in `cast_kernels.py`. Scales and values have the bits of torchao's
-(`torchao.float8.float8_scaling_utils.hp_tensor_to_float8_dynamic`), whose recipes `tensorwise` and `rowwise` these are.
+Formulas and kernels: `cast_kernels.py`. Scales and values are bitwise equal to those of torchao's recipes `tensorwise`
+and `rowwise` (`torchao.float8.float8_scaling_utils.hp_tensor_to_float8_dynamic`).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .cast_kernels import (
 from .largest import PARTS
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# A product needs the dimension that is summed in multiples of so many.
+# The reduction dimension of an FP8 product must be a multiple of this.
 ALIGNMENT = 16
 _SMALLEST = 1e-12
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Rows and columns of a tile, elements of a block, programs, warps."""
+    """Launch parameters: rows and columns of a tile, elements of a block, programs, warps."""
 
     rows: int = 0
     columns: int = 0
@@ -42,7 +42,7 @@ class Launch:
 _AMAX = Launch(block=8192, programs=PARTS)
 _CAST = Launch(rows=128, columns=128)
 _SCALE = Launch(block=256, warps=4)
-# In words of four bytes.
+# Counted in 4-byte words.
 _TRANSPOSE = Launch(rows=32, columns=32, warps=4)
 
 
@@ -59,7 +59,7 @@ def _padded(n: int) -> int:
 
 
 def _unfilled(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
-    """x8 and x8ᵀ; no elements where one is not asked for."""
+    """Uninitialized x8 and x8ᵀ; empty if not requested."""
     r, c = x.shape
     y = x.new_empty((r, c) if rows else (0, c), dtype=dtype)
     return y, x.new_empty((c, _padded(r)) if columns else (0, _padded(r)), dtype=dtype)
@@ -81,14 +81,14 @@ def _pad(yt: Tensor) -> Tensor:
 
 
 def _to(x: Tensor, scale: Tensor, dtype: torch.dtype, transposed: bool) -> Tensor:
-    # Padded before the cast: not every device joins FP8 tensors.
+    # Pad before the cast: not every device can concatenate FP8 tensors.
     y = x.float() * scale
     return (_pad(y.t()) if transposed else y).to(dtype)
 
 
 @operator("float8_amax(Tensor x) -> Tensor")
 class _Amax(Operator):
-    """[512], int32: the bits of the largest magnitudes of parts of a contiguous x."""
+    """[512], int32: bits of max |x| of parts of a contiguous x."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class _Amax(Operator):
 
 @operator("float8_cast(Tensor x, Tensor amax, bool e5m2, bool rows, bool columns) -> (Tensor, Tensor, Tensor)")
 class _Cast(Operator):
-    """x8 [R, C], x8ᵀ [C, R padded], and what undoes their scale, [1]; no elements where one is not asked for."""
+    """x8 [R, C], x8ᵀ [C, R padded], inverse scale [1]; x8 and x8ᵀ are empty if not requested."""
 
     @staticmethod
     def forward(x: Tensor, amax: Tensor, e5m2: bool, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,7 +130,7 @@ class _Cast(Operator):
 
 @operator("float8_cast_rowwise(Tensor x, bool rows, bool columns) -> (Tensor, Tensor, Tensor, Tensor)")
 class _CastRowwise(Operator):
-    """x8 [R, C], x8ᵀ [C, R padded], and what undoes the scales of rows, [R, 1], and of columns, [1, C]."""
+    """x8 [R, C], x8ᵀ [C, R padded], inverse scales of rows [R, 1] and of columns [1, C]."""
 
     @staticmethod
     def forward(x: Tensor, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -173,11 +173,11 @@ class _CastRowwise(Operator):
 
 @operator("float8_transpose(Tensor y) -> Tensor")
 class _Transpose(Operator):
-    """The transpose of an FP8 matrix, contiguous, with columns up to a multiple of 16."""
+    """The contiguous transpose of an FP8 matrix, with columns padded to a multiple of 16."""
 
     @staticmethod
     def forward(y: Tensor) -> Tensor:
-        # A weight has whole words both ways; other matrices are moved by PyTorch.
+        # The kernel needs both sizes divisible by 16, as weights have; PyTorch transposes other matrices.
         if not (runs_triton(y) or is_recording()) or any(size % ALIGNMENT for size in y.shape) or y.numel() == 0:
             return _pad(y.view(torch.uint8).t()).view(y.dtype)
         yt = _Transpose.fake(y)
@@ -207,7 +207,7 @@ def _launch_cast(
     n_rows, n_cols = x.shape
     padded = _padded(n_rows)
     if yt is not None and x.element_size() > 2:
-        # Triton 3.6 moves wrong bytes where it transposes FP8 values; those of 16 bits it transposes before the cast.
+        # Triton 3.6 transposes FP8 values incorrectly; 16-bit values are transposed before the cast.
         if y is not None:
             _launch_cast(x, y, None, row, None, inverse, parts, dtype)
         flipped = x.new_zeros(n_cols, padded)
@@ -223,10 +223,10 @@ def _launch_cast(
 
 @dataclass(frozen=True)
 class Cast:
-    """A matrix x [R, C] in FP8, for products over its columns (`rows`) and over its rows (`transposed`).
+    """A matrix x [R, C] in FP8, for products that reduce over C (`rows`) and over R (`transposed`).
 
-    rows, row_inverse: x8 [R, C] and the factor that undoes its scale, [1] or [R, 1].
-    transposed, column_inverse: x8ᵀ [C, R rounded up to 16], and [1] or [C, 1].
+    rows, row_inverse: x8 [R, C] and its inverse scale, [1] or [R, 1].
+    transposed, column_inverse: x8ᵀ [C, R rounded up to 16] and its inverse scale, [1] or [C, 1].
     """
 
     rows: Tensor
@@ -237,14 +237,14 @@ class Cast:
 
 
 def cast(x: Tensor, scaling: str, *, rows: bool, columns: bool, e5m2: bool = False, amax: Tensor | None = None) -> Cast:
-    """Cast a matrix to FP8 with its own scale.
+    """Cast a matrix to FP8 with a dynamic scale.
 
     Args:
         x: [R, C], bf16 | fp16 | fp32.
-        scaling: "tensorwise", one scale, or "rowwise", one for each row and, of the transpose, for each column.
-        rows, columns: which of x8 and x8ᵀ are needed.
-        e5m2: the format with more exponent and less mantissa, for gradients; of "tensorwise" alone.
-        amax: as an earlier result has it for the same x, which saves finding it again.
+        scaling: "tensorwise", one scale, or "rowwise", one per row of x8 and one per column of x for x8ᵀ.
+        rows, columns: whether to compute x8 and x8ᵀ.
+        e5m2: use E5M2 instead of E4M3, for gradients; only with "tensorwise".
+        amax: `amax` of an earlier result for the same x, to save its computation.
     """
     x = x.contiguous()
     if scaling == "tensorwise":
@@ -256,9 +256,9 @@ def cast(x: Tensor, scaling: str, *, rows: bool, columns: bool, e5m2: bool = Fal
 
 
 def inverse_of(amax: Tensor) -> Tensor:
-    """The factors that undo the scales of tensors in E4M3, with the bits of `cast(...).row_inverse`.
+    """Inverse E4M3 scales of tensors, bitwise equal to `cast(...).row_inverse`.
 
-    amax: [N], int32, the bits of each tensor's largest magnitude as fp32. Returns [N], fp32.
+    amax: [N], int32, bits of each tensor's max |x| as fp32. Returns [N], fp32.
     """
     return _scale(amax.view(torch.float32), E4M3, False).reciprocal()
 
@@ -270,6 +270,6 @@ def transpose(y: Tensor) -> Tensor:
 
 
 def require_matrix(x: Tensor, name: str) -> None:
-    """Raises ValueError unless x is a matrix whose sizes FP8 products take."""
+    """Raise ValueError unless x is a matrix with sizes that FP8 products support."""
     if x.dim() != 2 or any(size % ALIGNMENT for size in x.shape):
         raise ValueError(f"{name} must be a matrix with sizes divisible by {ALIGNMENT}, got {describe(x)}")

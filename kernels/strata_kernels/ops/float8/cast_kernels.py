@@ -1,19 +1,18 @@
-"""Casts to FP8 with a scale taken from the values themselves: four kernels for the two scalings, and one
-that transposes what was cast.
+"""Casts to FP8 with dynamic scales: four kernels for the two scalings, and one that transposes FP8 matrices.
 
     s   = F / max(|x|)              one for the tensor, or one for each row and one for each column
-    x8  = fp8(s · x)                x8ᵀ = fp8(s · x)ᵀ           F: the format's largest number, 448 or 57344
+    x8  = fp8(s · x)                x8ᵀ = fp8(s · x)ᵀ           F: the format's maximum, 448 or 57344
 
-A product on a Hopper chip reads both factors along the dimension that is summed, so a tensor of which two products are
-made is needed both ways. One pass writes both of 16-bit values: x is read twice in all, once for the maximum. Rounded
-down to a power of two, a scale only moves exponents (scales of rows and columns).
+FP8 products on Hopper need both operands contiguous along the reduction dimension, so a tensor that is used in two
+products is needed in both layouts. One pass over 16-bit values writes both: x is read twice in all, once for the
+maximum. Scales of rows and columns are rounded down to a power of two, so they only change exponents.
 
-Magnitudes are compared as integers: bits of absolute values are ordered as the values are, with infinity and NaN above
-all. So a value that is not finite makes everything that is computed from the tensor NaN, as in PyTorch, whose maximum
-is NaN. Nothing is clamped: s · max(|x|) rounds to F.
+Magnitudes are compared as integers: the bits of |x| sort like the values, with infinity and NaN as the largest. So a
+non-finite value makes everything computed from the tensor NaN, as PyTorch's maximum does. No clamping is needed:
+s · max(|x|) rounds to F.
 
-Axes: R rows, C columns, in tiles of BR x BC. p_xt has R_PADDED columns, the last of which are zeros.
-Bytes per element in bf16: 2 for the maximum, 2 read and 1 written for each direction.
+Axes: R rows, C columns, in tiles of BR x BC. p_xt has R_PADDED columns, zero from R on.
+Bytes per element in bf16: 2 read for the maximum; 2 read and 1 written per layout for the cast.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -31,21 +30,22 @@ def _magnitudes(b_x):
 
 @triton.jit
 def _scale(b_magnitudes, LARGEST: tl.constexpr, POWER: tl.constexpr):
-    """The scale for these largest magnitudes, and what undoes it."""
+    """(scale, inverse scale) for maxima given as bits."""
     b_max = b_magnitudes.to(tl.float32, bitcast=True)
-    # Not tl.maximum, which drops NaN.
+    # Not tl.maximum, which does not propagate NaN.
     b_max = tl.where(b_max < 1e-12, 1e-12, b_max)
     b_s = tl.div_rn(tl.full(b_max.shape, LARGEST, tl.float32), b_max)
     if POWER:
         b_s = (b_s.to(tl.int32, bitcast=True) & -8388608).to(tl.float32, bitcast=True)
-        # The bits of a NaN's exponent alone are those of infinity, and of infinity's scale, 0, there is no exponent.
+        # Masking the mantissa would turn NaN into infinity, and an infinite maximum has scale 0, without a valid
+        # exponent.
         b_s = tl.where(b_max <= 3.4028234663852886e38, b_s, float("nan"))
     return b_s, tl.div_rn(tl.full(b_s.shape, 1.0, tl.float32), b_s)
 
 
 @triton.jit
 def float8_amax_kernel(p_x, p_amax, n, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
-    """The largest magnitude of this program's blocks of a dense tensor of n elements."""
+    """max |x| of this program's blocks of a contiguous tensor of n elements."""
     b_max = tl.full((BLOCK,), 0, tl.int32)
     pid = tl.program_id(0).to(tl.int64)
     for start in tl.range(pid * BLOCK, n, PROGRAMS * BLOCK):
@@ -59,7 +59,7 @@ def float8_amax_both_kernel(
     p_x, p_row, p_col, n_rows, n_cols,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """The largest magnitudes of a tile's rows and columns: p_row [tiles across, R], p_col [tiles down, C]."""
+    """max |x| of a tile's rows and columns: p_row [tiles along C, R], p_col [tiles along R, C]."""
     i_r, i_c = tl.program_id(0), tl.program_id(1)
     o_r = i_r.to(tl.int64) * BR + tl.arange(0, BR)
     o_c = i_c * BC + tl.arange(0, BC)
@@ -73,7 +73,7 @@ def float8_amax_both_kernel(
 
 @triton.jit(do_not_specialize=["n", "parts"])
 def float8_scale_kernel(p_amax, p_s, p_inverse, n, parts, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
-    """The scales of BLOCK rows or columns, from the magnitudes [parts, n] of their tiles."""
+    """Scales of BLOCK rows or columns, from the maxima [parts, n] of their tiles."""
     o_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b_max = tl.full((BLOCK,), 0, tl.int32)
     for _ in tl.range(0, parts):
@@ -89,12 +89,12 @@ def float8_cast_kernel(
     p_x, p_y, p_yt, p_row, p_col, p_inverse, n_rows, n_padded, n_cols,
     LARGEST: tl.constexpr, PARTS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """A tile of x8 and of x8ᵀ; p_y or p_yt is None where it is not asked for.
+    """A tile of x8 and x8ᵀ; p_y or p_yt is None if not requested.
 
-    PARTS above 0: p_row has so many magnitudes, of which the largest gives the one scale; the first program writes to
-    p_inverse what undoes it. PARTS 0: p_row and p_col are the scales of rows and columns.
+    PARTS > 0: p_row has PARTS maxima, whose maximum gives the one scale; the first program stores its inverse to
+    p_inverse. PARTS = 0: p_row and p_col are the scales of rows and columns.
     """
-    # Programs next to each other share rows, whose parts in memory are next to each other.
+    # Consecutive programs have consecutive columns of the same rows: contiguous memory.
     i_c, i_r = tl.program_id(0), tl.program_id(1)
     o_r = i_r.to(tl.int64) * BR + tl.arange(0, BR)
     o_c = i_c * BC + tl.arange(0, BC)
@@ -123,10 +123,10 @@ def float8_cast_kernel(
 
 @triton.jit
 def float8_transpose_kernel(p_y, p_yt, w_rows, w_cols, BR: tl.constexpr, BC: tl.constexpr):
-    """The transpose of bytes [R, C], four of them in a word: words [R, w_cols] to words [C, w_rows].
+    """Transpose of bytes [R, C], packed in 4-byte words: words [R, w_cols] to words [C, w_rows].
 
-    Words are transposed as a tile, and the bytes of four words by shifts: Triton moves single bytes slowly, and 3.6
-    wrongly. R and C are divisible by 4.
+    A tile of words is transposed, then the bytes within four words by shifts: Triton transposes single bytes slowly,
+    and 3.6 incorrectly. R and C are divisible by 4.
     """
     i_c, i_r = tl.program_id(0), tl.program_id(1)
     o_r = i_r.to(tl.int64) * BR + tl.arange(0, BR)

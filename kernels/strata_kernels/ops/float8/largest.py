@@ -1,8 +1,7 @@
-"""Largest magnitudes that a kernel found on its way: a cast to FP8 of its result need not look for them.
+"""Maxima |x| (amax) that the producing kernel computes, so that a cast to FP8 needs no pass for them.
 
-Within `finding_largest()` an activation also notes the largest magnitude of its result, and its backward pass those of
-its gradients. They hang on the tensors, for the layers that multiply these next. A tensor that was written to since has
-none.
+Inside `finding_largest()`, an activation also computes amax of its result, and its backward pass amax of its gradients.
+They are stored as attributes of the tensors, for the next FP8 linear layer. An in-place write invalidates them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Numbers among which programs spread their magnitudes, the bits of |x| as int32; a power of two.
+# Number of partial maxima (int32 bits of |x|), over which programs spread their atomics; a power of two.
 PARTS = 512
 _NAME = "_strata_largest"
 
@@ -29,7 +28,7 @@ _state = _State()
 
 @contextmanager
 def finding_largest() -> Iterator[None]:
-    """Within the block, activations of this thread note largest magnitudes."""
+    """Context manager inside which activations of this thread compute amax."""
     before, _state.on = _state.on, True
     try:
         yield
@@ -38,19 +37,19 @@ def finding_largest() -> Iterator[None]:
 
 
 def is_finding_largest() -> bool:
-    """Whether an activation is to note them."""
+    """Whether `finding_largest()` is active in this thread."""
     return _state.on
 
 
 def note_largest(x: Tensor, amax: Tensor) -> Tensor:
-    """Returns x with its largest magnitudes, [512] int32."""
+    """Attach amax, [PARTS] int32, to x; returns x."""
     noted: Any = x
     setattr(noted, _NAME, (amax, x._version))
     return x
 
 
 def largest_of(x: Tensor) -> Tensor | None:
-    """The largest magnitudes of x, if a kernel noted them."""
+    """amax attached to x, or None."""
     if torch.compiler.is_compiling():
         return None
     amax, version = getattr(x, _NAME, (None, 0))

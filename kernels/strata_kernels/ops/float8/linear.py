@@ -1,18 +1,17 @@
-"""A linear layer whose three products are in FP8, and one whose weight comes in FP8.
+"""A linear layer with three FP8 products, and one whose weight is stored in FP8.
 
     y  = x8 · w8ᵀ              x8, w8 in E4M3
-    dx = d8 · w8               d8 = fp8(dy), in E5M2 with one scale for the tensor, in E4M3 with one for each row
+    dx = d8 · w8               d8 = fp8(dy): tensorwise in E5M2, rowwise in E4M3
     dw = d8ᵀ · x8
 
-Each factor is cast along the dimension that its product sums. The weight stays what it is, bf16 or fp32: it is cast
-anew for each product, and its gradient has its dtype. Of the input the backward pass keeps x8ᵀ, one byte for each
-element, of which nothing is kept if the weight is frozen. Layers that read one input, as the projections of queries,
-keys and values do, share its cast.
+Each operand is cast for the reduction dimension of its product. The weight stays bf16 or fp32: it is cast for each
+product, and its gradient has its dtype. x8ᵀ is saved for backward, one byte per element; nothing if the weight is
+frozen. Layers with the same input, e.g. projections of queries, keys and values, share its cast.
 
-Rowwise products of dx and dw sum in fp32 like those with one scale; only the forward pass uses the fast accumulators.
+Products for dx and dw accumulate in fp32; only the forward pass uses the fast accumulators.
 
-Source: torchao's recipes `tensorwise` and `rowwise` (`torchao.float8.convert_to_float8_training`), whose results these
-are; Micikevicius et al., "FP8 Formats for Deep Learning", 2022 (arXiv:2209.05433).
+Source: torchao's recipes `tensorwise` and `rowwise` (`torchao.float8.convert_to_float8_training`), with equal results;
+Micikevicius et al., "FP8 Formats for Deep Learning", 2022 (arXiv:2209.05433).
 """
 # mypy: allow-untyped-calls
 
@@ -34,7 +33,7 @@ Scaling = Literal["tensorwise", "rowwise"]
 
 
 class _Last:
-    """The last input that a thread cast, and its cast: the next layer may read it, too."""
+    """The last input that a thread cast, and its cast, for the next layer with the same input."""
 
     key: tuple[Any, ...] | None = None
     found: Cast | None = None
@@ -44,7 +43,7 @@ class _Last:
 
 
 class _Threads(threading.local):
-    """An object for each thread: an input may die in another, such as that of the backward pass."""
+    """Thread-local state: an input may be freed in another thread, e.g. that of backward."""
 
     def __init__(self) -> None:
         self.last = _Last()
@@ -54,9 +53,9 @@ _threads = _Threads()
 
 
 def cast_input(x: Tensor, scaling: Scaling, columns: bool) -> Cast:
-    """The cast of the input, [..., K], as a matrix; that of the layer before if it read the same."""
+    """The cast of the input [..., K] as a matrix; reuses the previous layer's cast of the same tensor."""
     if is_observed():
-        # Compilers share it themselves, and a recomputation must do what the first pass did.
+        # Compilers eliminate common casts themselves, and a recomputation must repeat the first pass exactly.
         return cast(x.reshape(-1, x.shape[-1]), scaling, rows=True, columns=columns)
     last = _threads.last
     if last.key is not None and last.key[0]() is x and last.key[1:] == (x._version, scaling, columns):
@@ -69,7 +68,7 @@ def cast_input(x: Tensor, scaling: Scaling, columns: bool) -> Cast:
 
 
 class _Linear(torch.autograd.Function):
-    """The three products as one node."""
+    """The three products as one autograd node."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: Scaling, keeps: bool) -> Tensor:
@@ -100,7 +99,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _StoredLinear(torch.autograd.Function):
-    """The products with a weight that comes in FP8, and has one scale; that of its gradient where `keeps`."""
+    """The products with a weight stored in FP8 with one scale; keeps: whether to save x8ᵀ for its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, inverse: Tensor, keeps: bool) -> Tensor:
@@ -130,20 +129,19 @@ class _StoredLinear(torch.autograd.Function):
 
 
 def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scaling: Scaling = "tensorwise") -> Tensor:
-    """`torch.nn.functional.linear(x, weight, bias)` with its products, and those of the gradients, in FP8.
+    """`torch.nn.functional.linear(x, weight, bias)` with matrix products in FP8, forward and backward.
 
     Args:
         x: [..., K], bf16 | fp16 | fp32.
-        weight: [N, K], in a dtype of these; N and K divisible by 16. Frozen, its gradient is not computed, and nothing
-            of x is kept.
-        bias: [N], or None; added outside of FP8.
-        scaling: "tensorwise", one scale for each tensor, or "rowwise", one for each row of a factor.
+        weight: [N, K], any of these dtypes; N and K divisible by 16. If it is frozen, nothing of x is saved.
+        bias: [N], or None; not cast to FP8.
+        scaling: "tensorwise", one scale per tensor, or "rowwise", one per row of an operand.
 
     Returns:
-        [..., N], in the dtype of x. With "rowwise", a GPU rounds products to bf16 first, also those of gradients.
+        [..., N] in the dtype of x. With "rowwise", a GPU first rounds all products to bf16.
 
     Raises:
-        ValueError: the sizes of the weight are not divisible by 16, or `scaling` is unknown.
+        ValueError: a size of the weight that is not divisible by 16, or an unknown `scaling`.
 
     Example:
         >>> x, w = torch.ones(2, 16), torch.ones(16, 16)
@@ -158,22 +156,22 @@ def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scal
 
 
 def float8_stored_linear(x: Tensor, weight: Tensor, inverse: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear(x, weight.to(x.dtype) * inverse, bias)`, in FP8, of a weight that comes in FP8.
+    """`torch.nn.functional.linear(x, weight.to(x.dtype) * inverse, bias)` in FP8, for a weight stored in FP8.
 
-    Bits of the result and of both gradients are those of `float8_linear` with one scale.
+    Result and gradients are bitwise equal to `float8_linear` with "tensorwise".
 
     Args:
-        x: [..., K].
-        weight: [N, K], float8_e4m3fn; N and K divisible by 16. Of one that requires a gradient, `grad_dtype`
-            has to be that of x or a wider one: PyTorch would round the gradient to FP8.
-        inverse: [1], fp32: the factor that undoes the weight's scale. `quantize_weight` gives both.
+        x: [..., K], bf16 | fp16 | fp32.
+        weight: [N, K], float8_e4m3fn; N and K divisible by 16. If it requires a gradient, its `grad_dtype` must be x's
+            dtype or wider, or PyTorch would round the gradient to FP8.
+        inverse: [1], fp32: inverse of the weight's scale, from `quantize_weight`.
         bias: [N], or None.
 
     Returns:
-        [..., N], in the dtype of x.
+        [..., N] in the dtype of x.
 
     Raises:
-        ValueError: the sizes of the weight are not divisible by 16.
+        ValueError: a size of the weight that is not divisible by 16.
     """
     require_matrix(weight, "weight")
     y: Tensor = _StoredLinear.apply(x, weight, inverse, weight.requires_grad and torch.is_grad_enabled())
@@ -181,17 +179,17 @@ def float8_stored_linear(x: Tensor, weight: Tensor, inverse: Tensor, bias: Tenso
 
 
 def quantize_weight(weight: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """A weight as `float8_stored_linear` takes it: FP8 values, and the factor that undoes their scale.
+    """(FP8 values, inverse scale) of a weight, for `float8_stored_linear`.
 
     Args:
-        weight: [N, K]; or some of its rows, whose number 16 need not divide, with the `amax` of all of it.
-        amax: int32, the bits of the largest magnitude as fp32, or of those of parts; None to find it.
+        weight: [N, K]; or a shard of its rows, of any number, with the `amax` of the complete weight.
+        amax: int32, bits of max |weight| as fp32, or of partial maxima; None to compute it.
 
     Returns:
         [N, K], float8_e4m3fn, and [1], fp32.
 
     Raises:
-        ValueError: the sizes of the weight are not divisible by 16.
+        ValueError: a size of the weight that is not divisible by 16.
     """
     if amax is None:
         require_matrix(weight, "weight")

@@ -1,4 +1,4 @@
 """Linear layers with a frozen weight and a low-rank adapter (LoRA).
 
-`lora_linear.py` and `gated_layer.py` have the layers, `frozen_weight.py` the products with frozen weights.
+Layers: `lora_linear.py`, `gated_layer.py`. Products with frozen weights: `frozen_weight.py`.
 """

@@ -1,6 +1,6 @@
-"""Products with a weight that is never trained, and lies in memory in one of three forms.
+"""Matrix products with a frozen weight, which is stored in one of three formats.
 
-Of its input such a product keeps nothing: the gradient of the input needs the weight alone.
+The input of such a product is not saved: its gradient depends only on the weight.
 """
 # mypy: allow-untyped-calls
 
@@ -20,7 +20,7 @@ from ..float8.product import product
 
 
 class Frozen(Protocol):
-    """W: [N, K]."""
+    """Protocol of a frozen weight W [N, K]."""
 
     @property
     def outputs(self) -> int:
@@ -30,7 +30,7 @@ class Frozen(Protocol):
         """`y = x @ W.T + bias`. x: [..., K], y: [T, N]."""
 
     def add_input_gradient(self, dy: Tensor, products: list[Tensor]) -> None:
-        """Add `dy @ W` to the sum of `products`: to one of them, or as another one. dy: [..., N], products: [T, K]."""
+        """Add `dy @ W` to an entry of `products` in place, or append it. dy: [..., N], products: [T, K] each."""
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class ExactWeight:
             torch.addmm(bias, rows_of(x), self.weight.t(), out=y)
 
     def add_input_gradient(self, dy: Tensor, products: list[Tensor]) -> None:
-        """Add `dy @ W`: the product itself adds to one that is there."""
+        """Add `dy @ W`, accumulated into the last entry by the matrix product if there is one."""
         if products:
             products[0].addmm_(rows_of(dy), self.weight)
         else:
@@ -66,10 +66,10 @@ class ExactWeight:
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight that is restored for each product, as one of 4 bits.
+    """A quantized (e.g. 4-bit) weight that is dequantized for each product.
 
     outputs: N.
-    restore: returns [N, K] in the dtype of the input.
+    restore: returns the dequantized weight [N, K] in the dtype of the input.
     """
 
     outputs: int
@@ -86,7 +86,7 @@ class PackedWeight:
 
 @dataclass(frozen=True)
 class Float8Weight:
-    """values: [N, K], float8_e4m3fn; inverse: [1], what undoes their scale. As of `float8_stored_linear`."""
+    """values: [N, K], float8_e4m3fn; inverse: [1], fp32, the inverse of their scale; as in `float8_stored_linear`."""
 
     values: Tensor
     inverse: Tensor
@@ -97,13 +97,13 @@ class Float8Weight:
         return self.values.shape[0]
 
     def multiply(self, x: Tensor, bias: Tensor | None, y: Tensor) -> None:
-        """`y = x @ W.T + bias`, the product in FP8. Weights that multiply one x share its cast."""
+        """`y = x @ W.T + bias`, in FP8. Weights that multiply the same x share its cast."""
         inputs = cast_input(x, "tensorwise", False)
         product(inputs.rows, self.values, inputs.row_inverse, self.inverse, y.dtype, fast=True, out=y)
         if bias is not None:
             y.add_(bias.to(y.dtype))
 
     def add_input_gradient(self, dy: Tensor, products: list[Tensor]) -> None:
-        """Add `dy @ W`, in FP8, with the gradient in E5M2. PyTorch's product adds to nothing."""
+        """Append `dy @ W`, in FP8 with dy in E5M2: PyTorch's FP8 product cannot accumulate."""
         d = cast(rows_of(dy), "tensorwise", rows=True, columns=False, e5m2=True, amax=largest_of(dy))
         products.append(product(d.rows, transpose(self.values), d.row_inverse, self.inverse, dy.dtype))

@@ -1,16 +1,16 @@
-"""A gated activation whose inputs still lack the products of their adapters.
+"""A gated activation that adds the low-rank products of LoRA adapters to its inputs.
 
     g = g₀ + h_g · B_g        u = u₀ + h_u · B_u        dy = dy₀ + e · A
     y = f(g) · u              dg = dy · u · f'(g)       du = dy · f(g)
 
     dB_g = dgᵀ · h_g          dB_u = duᵀ · h_u          dA = eᵀ · y
 
-g₀, u₀ and dy₀ are products with frozen weights. Adding the adapters' products to them in memory first would read and
-write each once more; here a tile adds them on the way. The backward kernel walks down the rows, so it sums the
-gradients of the factors as well: dg and du are not read again for them, and y, which is computed again, is not kept.
-f and f' are those of `activation_kernels.py`.
+g₀, u₀ and dy₀ are products with frozen weights. Adding the adapters' products in separate kernels would read and write
+each of them once more. The backward kernel loops over rows and also accumulates the gradients of the adapters' factors,
+so dg and du are not read again, and y, which it recomputes, is not saved. f and f' are those of
+`activation_kernels.py`.
 
-Axes: T rows, F features, R rank; tiles of BT x BN. In 16 bits 6 bytes are moved for an element of y, backward 10.
+Axes: T rows, F features, R rank; tiles of BT x BN. In 16 bits, 6 bytes per element of y are moved forward, 10 backward.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -24,14 +24,14 @@ from ..activation.activation_kernels import activate
 
 @triton.jit
 def _reduced(p_h, o_t, n_rows, stride_h, rank, R: tl.constexpr):
-    """Rows of h: [BT, R]."""
+    """Load rows of h: [BT, R]."""
     o_r = tl.arange(0, R)
     return tl.load(p_h + o_t[:, None] * stride_h + o_r[None, :], mask=(o_t < n_rows)[:, None] & (o_r < rank), other=0.0)
 
 
 @triton.jit
 def _factor(p_b, o_n, n_cols, stride_br, stride_bn, rank, R: tl.constexpr):
-    """Columns of b: [R, BN]."""
+    """Load columns of b: [R, BN]."""
     o_r = tl.arange(0, R)
     o_b = o_r[:, None] * stride_br + o_n[None, :] * stride_bn
     return tl.load(p_b + o_b, mask=(o_r < rank)[:, None] & (o_n < n_cols)[None, :], other=0.0)
@@ -39,7 +39,7 @@ def _factor(p_b, o_n, n_cols, stride_br, stride_bn, rank, R: tl.constexpr):
 
 @triton.jit
 def _tile(n_rows, n_cols, BT: tl.constexpr, BN: tl.constexpr):
-    """Rows, columns and mask of this program's tile. Programs next to each other share rows."""
+    """(rows, columns, mask) of this program's tile. Consecutive programs share rows."""
     o_t = tl.program_id(1).to(tl.int64) * BT + tl.arange(0, BT)
     o_n = tl.program_id(0) * BN + tl.arange(0, BN)
     return o_t, o_n, (o_t < n_rows)[:, None] & (o_n < n_cols)[None, :]
@@ -47,7 +47,7 @@ def _tile(n_rows, n_cols, BT: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _largest(b_x):
-    """The bits of the largest magnitude, which order as magnitudes do."""
+    """The bits of max |x| as int32, which sort like the magnitudes."""
     b_bits = b_x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.max(tl.max(b_bits, axis=1), axis=0)
 
@@ -64,10 +64,10 @@ def adapted_gate_fwd_kernel(
     stride_hg, stride_hu, stride_bgr, stride_bgn, stride_bur, stride_bun, rank_g, rank_u, scale_g, scale_u,
     ACTIVATION: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of y; p_amax is None where nobody needs y's largest magnitude."""
+    """A tile of y, and max |y| unless p_amax is None."""
     o_t, o_n, m = _tile(n_rows, n_cols, BT, BN)
     o_y = o_t[:, None] * n_cols + o_n[None, :]
-    # All loads are under way before the first product waits for one.
+    # Issue all loads before the first product.
     b_g, b_u = tl.load(p_g + o_y, mask=m, other=0.0), tl.load(p_u + o_y, mask=m, other=0.0)
     b_hg, b_hu = _reduced(p_hg, o_t, n_rows, stride_hg, rank_g, R), _reduced(p_hu, o_t, n_rows, stride_hu, rank_u, R)
     b_bg = _factor(p_bg, o_n, n_cols, stride_bgr, stride_bgn, rank_g, R)
@@ -86,9 +86,7 @@ def adapted_gate_bwd_kernel(
     rank_g, rank_u, rank_d, scale_g, scale_u, share,
     ACTIVATION: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """BN columns of `share` rows of dg and of du, and the parts of dB_g, dB_u and dA of these rows; e has its scale
-    already.
-    """
+    """BN columns of `share` rows of dg and du, and these rows' terms of dB_g, dB_u and dA. e is already scaled."""
     i_n, i_s = tl.program_id(0), tl.program_id(1)
     o_n = i_n * BN + tl.arange(0, BN)
     m_n = o_n < n_cols
@@ -99,11 +97,12 @@ def adapted_gate_bwd_kernel(
     s_a = tl.zeros([BN, R], tl.float32)
     largest_g, largest_u = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     for i_t in range(0, share, BT):
-        # Tiles are transposed, [BN, BT]: as results of products they are factors of the next ones where they are.
+        # Tiles are transposed, [BN, BT], so that results of products are operands of the next ones without a layout
+        # conversion.
         o_t = (i_s * share + i_t).to(tl.int64) + tl.arange(0, BT)
         m = m_n[:, None] & (o_t < n_rows)[None, :]
         o_y = o_n[:, None] + o_t[None, :] * n_cols
-        # All loads are under way before the first product waits for one.
+        # Issue all loads before the first product.
         b_dy, b_g = tl.load(p_dy + o_y, mask=m, other=0.0), tl.load(p_g + o_y, mask=m, other=0.0)
         b_u = tl.load(p_u + o_y, mask=m, other=0.0)
         b_hg = _reduced(p_hg, o_t, n_rows, stride_hg, rank_g, R)
@@ -112,7 +111,7 @@ def adapted_gate_bwd_kernel(
         b_dy = b_dy.to(tl.float32) + tl.dot(b_a, tl.trans(b_e))
         b_u = b_u.to(tl.float32) + scale_u * tl.dot(b_bu, tl.trans(b_hu))
         b_f, b_df = activate(b_g.to(tl.float32) + scale_g * tl.dot(b_bg, tl.trans(b_hg)), ACTIVATION, False)
-        # As the forward pass rounded it. Of rows beyond the last all factors are 0.
+        # y rounded as in forward. For rows beyond the last, all operands are 0.
         s_a += tl.dot((b_f * b_u).to(p_du.dtype.element_ty), b_e)
         b_du = (b_dy * b_f).to(p_du.dtype.element_ty)
         s_bu += tl.dot(b_du, b_hu)

@@ -1,10 +1,10 @@
-"""A gated feed-forward layer whose three linear layers have adapters, as one node of the autograd graph.
+"""A gated feed-forward layer whose three linear layers have LoRA adapters, as one autograd node.
 
     out = down(f(gate(x)) · up(x))
 
-gate and up are computed as `lora_linear` does, but for the products of their adapters, which the activation's kernels
-add on their way, and so does its backward pass with that of down's gradient: `gated_kernels.py`. Kept are x, the frozen
-products of gate and up, and what is R wide; the activation's result is computed again.
+gate and up are computed as in `lora_linear`, except that the activation's kernels (`gated_kernels.py`) add the products
+of their adapters; the backward kernel likewise adds the adapter's term of down's input gradient. Saved are x, the
+frozen products of gate and up, and tensors of width R; the activation is recomputed.
 """
 # mypy: allow-untyped-calls
 
@@ -27,13 +27,13 @@ from .gated_kernels import adapted_gate_bwd_kernel, adapted_gate_fwd_kernel
 from .lora_linear import AdaptedLayer, Call, by_turns, require_factors
 from .low_rank import LARGEST, SMALLEST, Launch, add_low_rank
 
-# More columns take more registers: fewer programs at once, and fewer loads under way.
+# More columns need more registers: lower occupancy, fewer loads in flight.
 _FORWARD = Launch(rows=32, columns=64, warps=4)
 _BACKWARD = Launch(rows=16, columns=64, warps=4)
-# Programs of the backward kernel that share the rows of a column: more of them write more sums.
+# Programs per column block of the backward kernel: more of them store more partial sums.
 _PROGRAMS = 8
 
-# h [T, R], b [R, F] and the scale of an adapter's product.
+# An adapter's product: h [T, R], b [R, F], scale.
 _Product = tuple[Tensor, Tensor, float]
 
 
@@ -51,17 +51,17 @@ def lora_gated_layer(
 
     Args:
         x: [..., K], bf16 | fp16 | fp32 | fp64.
-        gate, up: [K] → [F].
-        down: [F] → [N].
+        gate, up: layers K → F.
+        down: layer F → N.
         function: f, "silu", "gelu", "gelu_tanh" or "relu2".
-        in_fp8: whether to note the largest magnitudes of what is multiplied next, for its cast to FP8.
-        residual: what is added to the result, in its shape and dtype.
+        in_fp8: whether to compute max |x| of the operands of the next products, for their casts to FP8.
+        residual: added to the result; same shape and dtype.
 
     Returns:
         [..., N], in the dtype of x.
 
     Raises:
-        ValueError: the factors of an adapter do not fit.
+        ValueError: a wrong shape or dtype of an adapter's factors.
     """
     for width, layer in ((x.shape[-1], gate), (x.shape[-1], up), (gate.frozen.outputs, down)):
         require_factors(width, x.dtype, layer)
@@ -74,33 +74,33 @@ def lora_gated_layer(
 
 
 def takes_gated_layer(x: Tensor, *layers: AdaptedLayer) -> bool:
-    """Whether `lora_gated_layer` of x saves memory traffic: its kernels are for 16 bits and small ranks. Without a GPU
-    plain PyTorch computes it.
+    """Whether to use `lora_gated_layer` for x: its kernels are for 16-bit dtypes and small ranks. True without a GPU,
+    where it runs in plain PyTorch.
     """
     return not takes_kernel(x) or (x.element_size() == 2 and all(layer.a.shape[0] <= LARGEST for layer in layers))
 
 
 class _Layer:
-    """The layers of one call; the activation's result, once the node is made."""
+    """The layers of one call, and the activation's result y until `take_y`."""
 
     def __init__(self, gate_up: Call, down: Call, function: Function, in_fp8: bool) -> None:
         self.gate_up, self.down, self.function, self.in_fp8 = gate_up, down, function, in_fp8
         self.y: Tensor | None = None
 
     def take_y(self) -> Tensor:
-        """The activation's result, which is then the node's alone."""
+        """y; drops the reference to it."""
         y, self.y = self.y, None
         assert y is not None
         return y
 
     def products(self, h: Tensor, b: Sequence[Tensor]) -> list[_Product]:
-        """Those of the adapters of gate and up."""
+        """The products of the adapters of gate and up."""
         layers = zip(self.gate_up.parts(h), b, self.gate_up.layers, strict=True)
         return [(own, factor.t(), layer.scale) for own, factor, layer in layers]
 
 
 class _LoraGatedLayer(torch.autograd.Function):
-    """Gives memory for the result, which is filled when the node is made."""
+    """Returns an uninitialized result, which the caller fills after the node is created."""
 
     @staticmethod
     def forward(ctx: Any, call: _Layer, x: Tensor, residual: Tensor | None, *factors: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class _LoraGatedLayer(torch.autograd.Function):
         y = _activate(call, frozen[0], frozen[1], call.products(h, of_gate_up[1::2]))
         reduced = call.down.reduce(y, [a])
         call.down.h, call.y = (reduced,), y
-        # Without what it computed: the node outlives the call.
+        # A copy without computed tensors: the node outlives the call.
         ctx.call = _Layer(Call(call.gate_up.layers), Call(call.down.layers), call.function, call.in_fp8)
         ctx.save_for_backward(x, h, *frozen, reduced, *factors)
         return x.new_empty(*x.shape[:-1], call.down.layers[0].frozen.outputs)
@@ -159,7 +159,7 @@ def _activate(call: _Layer, gate: Tensor, up: Tensor, products: Sequence[_Produc
 def _differentiate(
     call: _Layer, dy: Tensor, gate: Tensor, up: Tensor, h: Tensor, products: Sequence[_Product], of_down: _Product
 ) -> tuple[Tensor, Tensor, list[Tensor | None], Tensor]:
-    """The gradients of gate and up, [T, F]; dB of their adapters, and dA of down's. May write to dy."""
+    """(d_gate, d_up [T, F], dB of their adapters, dA of down's adapter). May overwrite dy."""
     e, a, _ = of_down
     if not _takes_kernel(gate, [*products, of_down]):
         adapted = [add_low_rank(x.clone(), *product) for x, product in zip((gate, up), products, strict=True)]
@@ -169,7 +169,7 @@ def _differentiate(
         assert d_up is not None
         return d_gate, d_up, call.gate_up.gradients_of_b(h, [d_gate, d_up]), e.t() @ y
     (h_g, b_g, scale_g), (h_u, b_u, scale_u) = products
-    # A tile of dy is read before one is written.
+    # In place: the kernel loads a tile of dy before it stores one of d_gate.
     d_gate, d_up = dy, torch.empty_like(up)
     amax = up.new_zeros(2, PARTS, dtype=torch.int32).unbind() if call.in_fp8 else None
     n_rows, n_cols = gate.shape
@@ -182,7 +182,7 @@ def _differentiate(
         h_g.shape[1], h_u.shape[1], e.shape[1], float(scale_g), float(scale_u), share,
         ACTIVATION=call.function, R=rank,
         BT=_BACKWARD.rows, BN=_BACKWARD.columns, PARTS=PARTS, num_warps=_BACKWARD.warps,
-        # Loads ahead of the loop take registers that more programs at once put to better use.
+        # No software pipelining: occupancy is a better use of the registers.
         num_stages=1,
     )  # fmt: skip
     for gradient, found in zip((d_gate, d_up), amax or (), strict=False):
@@ -193,7 +193,7 @@ def _differentiate(
 
 
 def _share(n_rows: int) -> int:
-    """Rows of a program of the backward kernel: whole tiles."""
+    """Rows per program of the backward kernel, a multiple of the tile."""
     return _BACKWARD.rows * max(1, -(-n_rows // (_BACKWARD.rows * _PROGRAMS)))
 
 

@@ -1,15 +1,15 @@
-"""Linear layers that read one input, each a frozen weight and a low-rank adapter, as one node of the autograd graph.
+"""Linear layers on one input, each with a frozen weight and a LoRA adapter, as one autograd node.
 
     h   = x · Aᵀ                       A = [A₁; A₂; ...]: x is read once for all layers
     yᵢ  = x · Wᵢᵀ + bᵢ + sᵢ · hᵢ · Bᵢᵀ
     eᵢ  = sᵢ · dyᵢ · Bᵢ                dBᵢ = sᵢ · dyᵢᵀ · hᵢ
     dx  = Σ dyᵢ · Wᵢ + e · A           dA = eᵀ · x
 
-With dropout, each adapter reads an x of its own, of which elements are dropped. It is made for a product and again for
-the backward pass, and neither it nor its mask is kept.
+With dropout, each adapter has its own mask of x. Dropped x is computed for the product and again in backward; neither
+it nor the mask is saved.
 
-The adapter's product is added to the frozen one in its memory, so yᵢ is rounded twice; as separate steps it is rounded
-four times and read and written three times more. x and h, which is R wide, are kept once for all layers.
+The adapter's product is added in place to the frozen one, so yᵢ is rounded twice; separate operators round four times
+and read and write yᵢ three more times. x and h [T, R] are saved once for all layers.
 
 Axes: T tokens, K inputs, N outputs of a layer, R rank.
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021 (arXiv:2106.09685).
@@ -34,12 +34,12 @@ from .seeded_dropout import seeded_dropout
 
 @dataclass(frozen=True)
 class AdaptedLayer:
-    """A linear layer that is not trained, and its adapter.
+    """A frozen linear layer and its LoRA adapter.
 
     frozen: the weight, [N, K].
-    bias: [N], not trained either, in the dtype of the input unless the weight is FP8; or None.
-    a, b: [R, K] and [N, R], in the dtype of the input.
-    scale: of the adapter's product.
+    bias: [N], frozen, dtype of the input unless the weight is FP8; or None.
+    a, b: [R, K] and [N, R], dtype of the input.
+    scale: factor of the adapter's product.
     """
 
     frozen: Frozen
@@ -56,16 +56,16 @@ def lora_linear(
 
     Args:
         x: [..., K], bf16 | fp16 | fp32 | fp64.
-        layers: what reads x, one or more.
-        dropout: the share of the elements of x that each adapter does not see, below 1. The others are scaled as by
-            `torch.dropout`; seeds come from PyTorch's generator of the device.
-        residual: what is added to the result of the one layer that there is, in its shape and dtype.
+        layers: one or more layers with K inputs.
+        dropout: probability in [0, 1) that an element of x is dropped for an adapter; others are scaled as in
+            `torch.dropout`. Seeds come from PyTorch's generator of the device.
+        residual: added to the result, only with a single layer; same shape and dtype.
 
     Returns:
-        [..., N] for each layer, in the dtype of x.
+        [..., N] for each layer, dtype of x.
 
     Raises:
-        ValueError: the factors of an adapter do not fit x or the weight, or have another dtype.
+        ValueError: a wrong shape or dtype of an adapter's factors.
 
     Example:
         >>> from strata_kernels.ops.lora.frozen_weight import ExactWeight
@@ -76,19 +76,19 @@ def lora_linear(
     for layer in layers:
         require_factors(x.shape[-1], x.dtype, layer)
     factors = [factor for layer in layers for factor in (layer.a, layer.b)]
-    # On the device: the host waits for nothing.
+    # On the device, without host synchronization.
     seeds = tuple(torch.randint(2**62, (1,), device=x.device) for _ in layers if dropout)
     call = Call(tuple(layers), dropout, seeds)
     ys: tuple[Tensor, ...] = _LoraLinear.apply(call, x, residual, *factors)
-    # Recomputation of a checkpointed layer ends with the last tensor that a node keeps, which it does when it is made:
-    # the products behind that are not computed again.
+    # Activation checkpointing stops recomputation after the last tensor that a node saves, when the node is created:
+    # so these products are not recomputed.
     with torch.no_grad():
         call.fill(x, ys, residual)
     return ys
 
 
 def require_factors(width: int, dtype: torch.dtype, layer: AdaptedLayer) -> None:
-    """Raises ValueError unless the factors of an adapter fit the weight and an input of `width` in `dtype`."""
+    """Raise ValueError unless the adapter's factors match the weight and an input of `width` features in `dtype`."""
     a, b = layer.a, layer.b
     shapes = a.dim() == b.dim() == 2 and a.shape[1] == width and b.shape == (layer.frozen.outputs, a.shape[0])
     if not shapes or not a.dtype == b.dtype == dtype:
@@ -99,19 +99,19 @@ def require_factors(width: int, dtype: torch.dtype, layer: AdaptedLayer) -> None
 
 
 class Call:
-    """The layers of one call, and the seeds of their dropout; h, once the node is made."""
+    """The layers of one call, the seeds of their dropout, and their h until `fill`."""
 
     def __init__(self, layers: tuple[AdaptedLayer, ...], dropout: float = 0.0, seeds: Sequence[Tensor] = ()) -> None:
         self.layers, self.dropout, self.seeds = layers, dropout, seeds
         self.h: Sequence[Tensor] = ()
 
     def parts(self, h: Tensor) -> Sequence[Tensor]:
-        """The columns of [T, R₁ + R₂ + ...] that belong to each layer."""
+        """The columns of h [T, R₁ + R₂ + ...] of each layer."""
         found: Sequence[Tensor] = h.split([layer.a.shape[0] for layer in self.layers], dim=1)
         return found
 
     def reduce(self, x: Tensor, a: Sequence[Tensor]) -> Tensor:
-        """h."""
+        """h = x · Aᵀ of all layers, [T, R₁ + R₂ + ...]."""
         if not self.dropout:
             return x @ _joined(a).t()
         h = [seeded_dropout(x, seed, self.dropout) @ own.t() for seed, own in zip(self.seeds, a, strict=True)]
@@ -137,7 +137,7 @@ class Call:
         return found
 
     def reduce_gradients(self, h: Tensor, b: Sequence[Tensor], dys: Sequence[Tensor | None]) -> Tensor:
-        """e, in the shape of h."""
+        """e = s · dy · B of all layers, in the shape of h."""
         e = torch.empty_like(h) if all(dy is not None for dy in dys) else torch.zeros_like(h)
         for layer, dy, factor, own in zip(self.layers, dys, b, self.parts(e), strict=True):
             if dy is not None:
@@ -145,7 +145,7 @@ class Call:
         return e
 
     def frozen_input_gradients(self, dys: Sequence[Tensor | None]) -> list[Tensor]:
-        """Frozen products whose sum is their part of dx."""
+        """Terms of dx from the frozen weights, to be summed."""
         products: list[Tensor] = []
         for layer, dy in zip(self.layers, dys, strict=True):
             if dy is not None:
@@ -153,7 +153,7 @@ class Call:
         return products
 
     def input_gradient(self, e: Tensor, a: Sequence[Tensor], frozen: list[Tensor]) -> Tensor:
-        """dx, of the frozen products and of the adapters."""
+        """dx: the sum of `frozen`, plus the adapters' terms."""
         dx, *others = frozen
         while len(others) > (0 if self.dropout else 2):
             dx.add_(others.pop())
@@ -164,7 +164,7 @@ class Call:
         return dx
 
     def fill(self, x: Tensor, ys: Sequence[Tensor], residual: Tensor | None = None) -> None:
-        """Compute the results in their memory; `residual` is added to each."""
+        """Compute the results into `ys`; `residual` is added to each."""
         others = [] if residual is None else [rows_of(residual).contiguous()]
         for layer, h, y in zip(self.layers, self.h, ys, strict=True):
             rows = y.view(-1, y.shape[-1])
@@ -174,13 +174,13 @@ class Call:
 
 
 class _LoraLinear(torch.autograd.Function):
-    """Gives memory for the results, which is filled when the node is made."""
+    """Returns uninitialized results, which the caller fills after the node is created."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, x: Tensor, residual: Tensor | None, *factors: Tensor) -> tuple[Tensor, ...]:
         h = call.reduce(rows_of(x), factors[::2])
         call.h = call.parts(h)
-        # Without what it computed: the node outlives the call.
+        # A copy without computed tensors: the node outlives the call.
         ctx.call = Call(call.layers, call.dropout, call.seeds)
         ctx.save_for_backward(x, h, *factors)
         ctx.set_materialize_grads(False)
@@ -194,14 +194,14 @@ class _LoraLinear(torch.autograd.Function):
         e = call.reduce_gradients(h, factors[1::2], dys)
         of_b = call.gradients_of_b(h, dys)
         products = call.frozen_input_gradients(dys) if ctx.needs_input_grad[1] else []
-        # A layer whose result nobody reads has no gradient: one of zeros would be a step of decay.
+        # None, not zeros, for a layer whose result is unused: with zeros, the optimizer would apply weight decay.
         of_a = [None if dy is None else d_a for dy, d_a in zip(dys, call.gradients_of_a(rows_of(x), e), strict=True)]
         dx = call.input_gradient(e, factors[::2], products).view(x.shape) if products else None
         return None, dx, dys[0] if ctx.needs_input_grad[2] else None, *by_turns(of_a, of_b)
 
 
 def by_turns(of_a: Sequence[Tensor | None], of_b: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """dA and dB of each layer, as the factors are given."""
+    """Interleave dA and dB of the layers, in the order of the factors."""
     return [gradient for pair in zip(of_a, of_b, strict=True) for gradient in pair]
 
 

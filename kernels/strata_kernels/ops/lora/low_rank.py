@@ -1,7 +1,8 @@
-"""Add a product of low rank to a matrix, in its memory: `y += scale · h · b`.
+"""Add a low-rank product to a matrix in place: `y += scale · h · b`.
 
-The product is as wide as y and its rank small, so y's memory decides: 4 bytes for each element in 16 bits. cuBLAS with
-beta 1 reaches 2.4 TB/s on an H200 for 8192 x 14336 and rank 16, the kernel 4.1.
+For a small rank, traffic of y dominates: 4 bytes per 16-bit element. For 8192 x 14336 and rank 16 on an H200, cuBLAS
+    with
+beta=1 reaches 2.4 TB/s, the kernel 4.1 TB/s.
 
 Axes: T rows, N columns, R rank; tiles of BT x BN.
 """
@@ -21,7 +22,7 @@ from .._launch import launch, takes_kernel
 
 @dataclass(frozen=True)
 class Launch:
-    """Rows and columns of a tile, warps."""
+    """Launch parameters: rows and columns of a tile, warps."""
 
     rows: int
     columns: int
@@ -29,7 +30,7 @@ class Launch:
 
 
 _LAUNCH = Launch(rows=32, columns=128, warps=4)
-# Of larger ranks the multiplications decide. `tl.dot` sums 16 or more.
+# Larger ranks are compute-bound; `tl.dot` needs at least 16.
 LARGEST, SMALLEST = 64, 16
 
 
@@ -38,7 +39,7 @@ def add_low_rank_kernel(
     p_y, p_u, p_v, p_h, p_b, n_rows, n_cols, s_h, s_br, s_bn, rank, scale,
     R: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A tile of y, which is dense, as are the further addends u and v, if there are any."""
+    """A tile of y; y and the optional addends u and v are contiguous."""
     i_n, i_t = tl.program_id(0), tl.program_id(1)
     o_t = i_t.to(tl.int64) * BT + tl.arange(0, BT)
     o_n = i_n * BN + tl.arange(0, BN)
@@ -61,10 +62,10 @@ def add_low_rank(y: Tensor, h: Tensor, b: Tensor, scale: float = 1.0, others: Se
     """`y.add_(sum(others)).addmm_(h, b, alpha=scale)`, rounded once. Returns y.
 
     Args:
-        y: [T, N], contiguous, bf16 | fp16 | fp32 | fp64. It is written to.
-        h: [T, R], adjacent columns, in the dtype of y.
-        b: [R, N], any strides, in the dtype of y.
-        others: at most two, like y.
+        y: [T, N], contiguous, bf16 | fp16 | fp32 | fp64; overwritten.
+        h: [T, R], column stride 1, y's dtype.
+        b: [R, N], any strides, y's dtype.
+        others: at most two tensors like y.
     """
     rank = h.shape[1]
     if not takes_kernel(y) or y.element_size() != 2 or rank > LARGEST or y.numel() == 0:

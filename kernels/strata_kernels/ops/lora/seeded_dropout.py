@@ -1,9 +1,8 @@
-"""Dropout whose mask is a function of a seed, so that the backward pass makes it again and nothing is kept.
+"""Dropout whose mask is a function of a seed, so that backward recomputes the mask instead of saving it.
 
     keep(i) = uniform(seed, i) >= p          dropped = keep · x / (1 - p)
 
-uniform is Philox's, as `triton.language.rand` has it. In plain PyTorch it is that of a generator with the seed: another
-mask, of the same kind.
+uniform is Philox as in `triton.language.rand`. Plain PyTorch uses a torch.Generator with the seed, so its mask differs.
 
 Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011.
 """
@@ -24,7 +23,7 @@ _BLOCK, _WARPS = 1024, 4
 
 @triton.jit
 def seeded_dropout_kernel(p_x, p_base, p_y, p_seed, n, p, BLOCK: tl.constexpr):
-    """y = dropped x, plus base if there is one; n elements, all dense."""
+    """y = dropout(x), plus base unless p_base is None; contiguous tensors of n elements."""
     o_x = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m = o_x < n
     b_x = tl.load(p_x + o_x, mask=m, other=0.0).to(tl.float32)
@@ -37,12 +36,12 @@ def seeded_dropout_kernel(p_x, p_base, p_y, p_seed, n, p, BLOCK: tl.constexpr):
 
 @operator("seeded_dropout(Tensor x, Tensor? base, Tensor seed, float p) -> Tensor")
 class _SeededDropout(Operator):
-    """x and base are contiguous."""
+    """dropout(x), plus base; both contiguous."""
 
     @staticmethod
     def forward(x: Tensor, base: Tensor | None, seed: Tensor, p: float) -> Tensor:
         if not takes_kernel(x):
-            # Always the same on a CPU; elsewhere PyTorch's own stream of the device.
+            # Reproducible on a CPU; on other devices, PyTorch's generator of the device.
             generator = torch.Generator(x.device).manual_seed(int(seed))
             keep = torch.rand(x.shape, generator=generator, device=x.device) >= p
             y = torch.where(keep, x / (1 - p), 0)
@@ -60,13 +59,13 @@ class _SeededDropout(Operator):
 
 
 def seeded_dropout(x: Tensor, seed: Tensor, p: float, *, base: Tensor | None = None) -> Tensor:
-    """`torch.dropout(x, p, train=True)`, plus `base`, with the mask that `seed` gives. Not differentiable.
+    """`torch.dropout(x, p, train=True) + base`, with the mask of `seed`. Not differentiable.
 
     Args:
         x: any shape, bf16 | fp16 | fp32 | fp64.
         seed: int64, one element, on the device of x.
-        p: the share of elements that become zero, below 1.
-        base: of the shape and dtype of x.
+        p: probability of an element to be dropped, in [0, 1).
+        base: same shape and dtype as x, or None.
     """
     y: Tensor = _SeededDropout.apply(x.contiguous(), None if base is None else base.contiguous(), seed, p)
     return y
