@@ -1,4 +1,4 @@
-"""Put the fused operators into a transformers model, and take them out again."""
+"""Patch a transformers model with the fused operators, and undo it."""
 
 from .engine import PatchReport, patch_model, unpatch_model
 from .experts_interface import register_experts

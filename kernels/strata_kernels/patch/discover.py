@@ -1,15 +1,14 @@
-"""Patching a family without a row: which of its modules compute what an operator computes, proven on random numbers.
+"""Patching a family without a table row: finds modules that compute the same as an operator, by tests on random input.
 
-`discover` looks at the classes of a model's modules. For each class that could be a norm, a feed-forward layer,
-experts, an attention with a rotation, or a causal model with a plain head, it builds a small copy of one module, with
-the code of the class and random weights, and runs it beside the operator, forward and backward in fp32. Norms and feed-
-forward layers run in training and in evaluation, on inputs of several sizes and dimensions, and forward in 16 bits,
-where the place of a rounding decides which variant of a norm it is. What is not equal keeps its own code, with the
-reason.
+For each class of modules that could be a norm, a feed-forward layer, experts, an attention with RoPE, or a causal model
+with a plain LM head, `discover` builds a small copy of one module, with the class's code and random weights, and
+compares it with the operator, forward and backward in fp32: a proof. Norms and feed-forward layers are compared in
+training and evaluation mode, on inputs of several shapes and magnitudes, and forward in 16 bits, where rounding decides
+which variant of a norm it is. Modules that are not equal keep their own code, and the report has the reason.
 
-The copies live on the CPU, so the answer is the same for a model on any device, meta too. A model of a hundred layers
-has as many proofs as it has kinds of modules: two to ten in the tested families, a second of one core in all.
-`proofs` keeps them for later calls and processes.
+The copies are on the CPU, so the result does not depend on the model's device, which may be meta. The number of proofs
+is the number of distinct modules, not of layers: two to ten in the tested families, about one CPU second in all.
+`proofs` caches them for later calls and processes.
 """
 
 from __future__ import annotations
@@ -44,24 +43,24 @@ from .small_copy import (
 from .structure import activation_options, original_class
 from .table import GATED, OPERATORS, UNGATED, Mlp, Norm, Recipe
 
-# Features inside of a small feed-forward layer: another number than outside, so that a swap of the two shows.
+# Hidden size of a small feed-forward layer; differs from WIDTH, to detect swapped dimensions.
 _INNER = 24
-# Two sums of one norm in bf16 may differ by their order; where the cast is another one, a tenth of the values differ.
+# Fraction of bf16 values that may round differently, because of summation order; another `cast` changes a tenth.
 _MOST_ROUNDED_OTHERWISE = 0.02
 _NORMS = ("rms_norm", "layer_norm")
-# Of inputs: a norm's epsilon counts in small ones, clamps such as DeepSeek-V4's at 10 in large ones.
+# Input scales: small ones reveal a norm's epsilon, large ones clamps such as DeepSeek-V4's at 10.
 _NORM_SCALES = (0.03, 0.001, 1000.0)
 _MLP_SCALES = (1.0, 300.0)
 
 
 @dataclass(frozen=True)
 class Found:
-    """What `discover` found.
+    """Result of `discover`.
 
     Attributes:
-        replacements: operator → (path, module, what replaces its forward).
-        kept: operator → why modules that looked like it keep their own code, one sentence for each class.
-        proofs: those that were made, and those that an earlier call or process had made.
+        replacements: operator → (path, module, recipe of its new forward).
+        kept: operator → reasons why candidates keep their own code, one sentence per class.
+        proofs: (number of new proofs, number of cached proofs).
     """
 
     replacements: dict[str, list[tuple[str, nn.Module, Recipe]]]
@@ -70,7 +69,7 @@ class Found:
 
 
 def discover(model: nn.Module, operators: Iterable[str]) -> Found:
-    """Find the modules of `model` that `operators` can replace, and prove each class equal. Nothing is changed."""
+    """Find the modules of `model` that `operators` can replace, with a proof per class. Does not change the model."""
     replacements: dict[str, list[tuple[str, nn.Module, Recipe]]] = {}
     kept: dict[str, dict[str, None]] = {}
     wanted = set(operators)
@@ -79,7 +78,7 @@ def discover(model: nn.Module, operators: Iterable[str]) -> Found:
     with plain_pytorch():
         for path, module in model.named_modules():
             for operator, prove in _candidates(module, model):
-                # The name of a class says norm; which one it is, its proof.
+                # The class name only tells that it is a norm; the proof tells which.
                 looked_for = wanted.intersection(_NORMS if operator in _NORMS else (operator,))
                 if not looked_for:
                     continue
@@ -91,7 +90,7 @@ def discover(model: nn.Module, operators: Iterable[str]) -> Found:
                     proofs[key] = known or _proof(prove, digest)
                 found = proofs[key]
                 if isinstance(found, NotEqual):
-                    # What is called a layer norm and is none is no RMSNorm that was missed.
+                    # A class named LayerNorm that is not equal is not reported as an RMSNorm.
                     if operator in looked_for:
                         kept.setdefault(operator, {})[f"{original_class(module).__name__} {found}"] = None
                 else:
@@ -105,7 +104,7 @@ def discover(model: nn.Module, operators: Iterable[str]) -> Found:
 
 @contextmanager
 def plain_pytorch() -> Iterator[None]:
-    """Callers may patch in a device context, under no_grad or autocast or in bf16: none of it is for the copies."""
+    """Reset the caller's default device, default dtype, grad mode and autocast for the copies."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -128,8 +127,8 @@ def _proof(prove: Callable[[], Recipe], digest: str | None) -> Recipe | NotEqual
     except NotEqual as reason:
         result = reason
     except Exception as error:
-        # Foreign code, run apart from the model that it is written for. Another time it may run.
-        return NotEqual(f"cannot be run alone: {' '.join(str(error).split())}")
+        # Third-party code outside its model may fail, perhaps only this time: not cached.
+        return NotEqual(f"cannot run outside of its model: {' '.join(str(error).split())}")
     if digest:
         keep(digest, result)
     return result
@@ -142,7 +141,7 @@ def _operator_of(recipe: Recipe, looked_for: str) -> str:
 
 
 def _looks(module: nn.Module) -> Any:
-    """What a proof depends on: the class of one module, its attributes, the sizes of its weights, and its children."""
+    """In-process key of a proof: the module's class, attributes, weight sizes and children."""
     attributes = {name: _as_text(value) for name, value in vars(module).items() if name not in INTERNALS | PLACES}
     tensors = {
         name: tuple(p.shape) for name, p in (*module._parameters.items(), *module._buffers.items()) if p is not None
@@ -151,13 +150,13 @@ def _looks(module: nn.Module) -> Any:
 
 
 def _as_text(value: Any) -> str:
-    """The value where it is plain; of other objects, such as functions and configurations, which one it is."""
+    """A plain value as text; for other objects, such as functions and configurations, their identity."""
     plain = isinstance(value, bool | int | float | str | tuple | list | None)
     return repr(value) if plain else f"{type(value).__name__} at {id(value)}"
 
 
 def _candidates(module: nn.Module, model: nn.Module) -> Iterator[tuple[str, Callable[[], Recipe]]]:
-    """The operators that `module`, a part of `model`, could be, each with the function that proves it."""
+    """(operator, function that proves it) for each operator that `module`, part of `model`, may be equal to."""
     cls = original_class(module)
     name = cls.__name__
     if "Norm" in name and takes_one_tensor(cls) and not any(module.children()):
@@ -168,7 +167,7 @@ def _candidates(module: nn.Module, model: nn.Module) -> Iterator[tuple[str, Call
         yield "experts", lambda: prove_experts(module)
     if names := rotations_of(cls):
         yield "rope", lambda: prove_rope(module, names, model)
-    # Of a causal model inside of another one, the outer one decides which output it needs.
+    # Only the outermost causal model: an outer model may need the logits of an inner one.
     causal = module is model and name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
     if causal and hasattr(module, "loss_function"):
         yield "linear_cross_entropy", lambda: prove_head(module)
@@ -195,7 +194,7 @@ def _prove_norm(module: nn.Module) -> Norm:
     same = [v for v in _norm_variants(module) if is_equal_module(small, norm_forward(v), x, scales=_NORM_SCALES)]
     if not same:
         raise NotEqual("computes another norm than RMSNorm or LayerNorm over its last axis")
-    # Equal in exact arithmetic; where values are rounded shows in bf16.
+    # These variants are equal in exact arithmetic; bf16 distinguishes where they round.
     otherwise = {variant: _rounded_otherwise(small, variant, 0.03 * x) for variant in same}
     best = min(same, key=lambda variant: otherwise[variant])
     if otherwise[best] > _MOST_ROUNDED_OTHERWISE:
@@ -213,15 +212,15 @@ def _norm_variants(module: nn.Module) -> Iterator[Norm]:
 
 
 def _rounded_otherwise(small: nn.Module, variant: Norm, x: Tensor) -> float:
-    """The share of values that `variant` rounds to another 16-bit number; 1 if the dtypes of results differ.
+    """Fraction of values that `variant` rounds to another 16-bit value; 1 if result dtypes differ.
 
-    Dtypes of weights and input are those of a model in 16 bits, of mixed precision, and of residuals kept in fp32.
+    Dtypes of weights and input: all 16-bit, mixed precision, and fp32 residuals.
     """
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     worst = 0.0
     for weight_dtype, dtype in ((bf16, bf16), (fp16, fp16), (fp32, bf16), (bf16, fp32)):
         cast = copy(small)
-        # A shallow copy shares the dict of parameters.
+        # copy() shares the parameter dict.
         cast._parameters = dict(small._parameters)
         for name, parameter in small.named_parameters(recurse=False):
             setattr(cast, name, nn.Parameter(parameter.detach().to(weight_dtype)))
@@ -231,7 +230,7 @@ def _rounded_otherwise(small: nn.Module, variant: Norm, x: Tensor) -> float:
             except RuntimeError:
                 if weight_dtype is dtype:
                     raise
-                continue  # PyTorch's own LayerNorm takes no mixed dtypes: a model cannot come here with them.
+                continue  # nn.LayerNorm does not support mixed dtypes, so no model uses them.
             y = norm_forward(variant)(cast, x.to(dtype))
         rounded = bf16 if dtype is fp32 else dtype
         otherwise = (y.to(rounded) != expected.to(rounded)).float().mean().item()
@@ -243,24 +242,24 @@ def _rounded_otherwise(small: nn.Module, variant: Norm, x: Tensor) -> float:
 
 
 def _linears(module: nn.Module) -> dict[str, nn.Module]:
-    """The children that are linear layers or stand in the place of one (adapters, quantized ones)."""
+    """The children that are linear layers, or replacements of one (adapters, quantized layers)."""
     sized = ((name, child) for name, child in module.named_children() if hasattr(child, "in_features"))
     return {name: child for name, child in sized if isinstance(getattr(child, "out_features", None), int)}
 
 
 def _activation(module: nn.Module) -> str | None:
-    """The child that is an activation."""
+    """The name of the child that is an activation function, or None."""
     homes = ("transformers.activations", "torch.nn.modules.activation")
     return next((name for name, child in module.named_children() if type(child).__module__ in homes), None)
 
 
 def _mlp_variants(module: nn.Module) -> Iterator[Mlp]:
-    """The feed-forward layers that a module with these children could be: which linear layer is gate, up and down."""
+    """Candidate variants for a module with these children: operator, and roles of the linear layers."""
     linears, activation = _linears(module), _activation(module)
     if isinstance(module, nn.Sequential):
-        return  # A part of it that is cut out is of its class, and would have no layer to project with.
+        return  # Its slices are Sequentials too, and lack the projection.
     dropouts = [name for name, child in module.named_children() if isinstance(child, nn.Dropout)]
-    # Two linear layers with a norm or a convolution beside them are another kind of module: a patch merger, a block.
+    # Two linear layers next to a norm or a convolution are not a feed-forward layer (e.g. a patch merger).
     alone = len(linears) == 2 and {*linears, activation, *dropouts} >= dict(module.named_children()).keys()
 
     def computes(operator: str) -> bool:
@@ -275,7 +274,7 @@ def _mlp_variants(module: nn.Module) -> Iterator[Mlp]:
                 if shape[gate] == shape[up] == shape[down][::-1]:
                     yield Mlp(operator, activation=activation, gate=gate, up=up, down=down)
         elif len(linears) == 2:
-            # In this order: a projector of two layers may have the sizes of the other one.
+            # Only in this order: the reverse could match the sizes of a two-layer projector.
             gate, down = linears
             if shape[gate] == (shape[down][1], 2 * shape[down][0]):
                 yield Mlp(operator, packed=True, activation=activation, gate=gate, down=down)
@@ -294,7 +293,7 @@ def _prove_mlp(module: nn.Module, variants: Sequence[Mlp]) -> Mlp:
         if name not in linears and name != activation and not (isinstance(child, nn.Dropout) and child.p == 0.0)
     ]
     if others or any(True for _ in module.parameters(recurse=False)):
-        raise NotEqual(f"has more parts than a feed-forward layer: {', '.join(others) or 'weights of its own'}")
+        raise NotEqual(f"has more parts than a feed-forward layer: {', '.join(others) or 'direct parameters'}")
     for variant in variants:
         down: Any = linears[variant.down]
         small = copy_of(module, {down.in_features: _INNER, down.out_features: WIDTH})
@@ -314,7 +313,7 @@ def _prove_mlp(module: nn.Module, variants: Sequence[Mlp]) -> Mlp:
 
 
 def _has_dtype_of(small: nn.Module, variant: Mlp, x: Tensor) -> bool:
-    """Whether the results in bf16 have one dtype, and differ by no more than roundings to it."""
+    """Whether bf16 results have the same dtype and differ only by rounding."""
     small.bfloat16()
     with torch.no_grad():
         expected, y = small(x.bfloat16()), mlp_forward(variant)(small, x.bfloat16())

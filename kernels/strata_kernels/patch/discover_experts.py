@@ -1,4 +1,4 @@
-"""Whether a module computes a mixture of experts as `experts` does: of tokens, of the experts' indices and weights."""
+"""Proof that a module computes the same as `experts`, from tokens, expert indices and router weights."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from .small_copy import WIDTH, NotEqual, copy_of, is_equal, seeded
 from .structure import activation_function, original_class
 from .table import Experts
 
-# Tokens, experts and features inside of a small copy.
+# Tokens, experts and hidden size of a small copy.
 _TOKENS, _EXPERTS, _INNER = 6, 5, 24
-# The fourth expert has no token, the last token has one expert twice.
+# The fourth expert has no token; the last token selects one expert twice.
 _INDEX = ((0, 1), (4, 0), (1, 2), (2, 4), (4, 1), (2, 2))
-# Of inputs: large ones show limits.
+# Input scales: large ones reveal limits.
 _SCALES = (1.0, 30.0)
 
 
 def has_experts(module: nn.Module) -> bool:
-    """Whether the class says so, and its weights are those of several experts."""
+    """Whether the class name says so, and the weights have an expert axis."""
     stacked = any(parameter.dim() == 3 for parameter in module._parameters.values() if parameter is not None)
     return stacked and "Experts" in original_class(module).__name__
 
 
 def prove_experts(module: nn.Module) -> Experts:
-    """How `module` computes its experts.
+    """The recipe of the experts that `module` computes.
 
     Raises:
-        NotEqual: it does so in a way that the operator does not know.
+        NotEqual: the operator does not support them.
     """
     cls = original_class(module)
     own = inspect.unwrap(cls.forward)
@@ -54,7 +54,7 @@ def prove_experts(module: nn.Module) -> Experts:
 
 
 def _is_equal(small: nn.Module, own: Any, variant: Experts, x: Tensor, router: Tensor) -> bool:
-    """Whether `variant` gives what the family's own code gives, and in 16 bits the same dtype and nearly the values."""
+    """Whether `variant` equals the family's code; in 16 bits, dtypes are equal and values close."""
     index, forward = torch.tensor(_INDEX), experts_forward(own, variant)
 
     def run(function: Any, x: Tensor, router: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def _is_equal(small: nn.Module, own: Any, variant: Experts, x: Tensor, router: T
 
 
 def _names(module: nn.Module) -> tuple[str, str]:
-    """The attributes that hold the weights before and behind the gate."""
+    """Attribute names of the weights before and after the gate."""
     names = {name for name, parameter in module._parameters.items() if parameter is not None}
     for first in ("gate_up_proj", "up_proj"):
         known = {first, "down_proj", f"{first}_bias", "down_proj_bias"}
@@ -86,7 +86,7 @@ def _names(module: nn.Module) -> tuple[str, str]:
 
 
 def _activation(module: nn.Module) -> str | None:
-    """The attribute that holds the activation; None for SiLU."""
+    """Attribute name of the activation; None for SiLU."""
     children = dict(module.named_children())
     if not children:
         return None
@@ -101,7 +101,7 @@ def _activation(module: nn.Module) -> str | None:
 
 
 def _small_copy(module: nn.Module, names: tuple[str, str]) -> tuple[Any, bool]:
-    """A small copy with random weights, and whether they are transposed."""
+    """(small copy with random weights, whether weights are transposed)."""
     first, down = (getattr(module, name) for name in names)
     if first.dim() != 3 or down.dim() != 3:
         raise NotEqual(f"has weights of shapes {list(first.shape)} and {list(down.shape)}")
@@ -111,12 +111,12 @@ def _small_copy(module: nn.Module, names: tuple[str, str]) -> tuple[Any, bool]:
     fits = tuple(first.shape) == ((experts, width, width_up) if transposed else (experts, width_up, width))
     if not fits or width_up not in (inner, 2 * inner):
         raise NotEqual(f"has weights of shapes {list(first.shape)} and {list(down.shape)}")
-    # Where real sizes are equal, or one is twice the other, those of the copy are too: attributes hold only sizes.
+    # Preserve equality and factor 2 between the real sizes: attributes only hold sizes.
     small_inner = {inner: WIDTH, 2 * inner: WIDTH // 2}.get(width, _INNER)
     sizes = {width: WIDTH, inner: small_inner, 2 * inner: 2 * small_inner}
     small_experts = sizes.setdefault(experts, _EXPERTS)
     small = copy_of(module, sizes)
-    # How weights are stored is nothing to the copy, which has its own.
+    # The copy has plain weights, so the module's storage format does not apply.
     vars(small).pop("restore_weight", None)
     products = [(sizes[width_up], WIDTH), (WIDTH, small_inner)]
     random = seeded()
@@ -132,13 +132,13 @@ def _small_copy(module: nn.Module, names: tuple[str, str]) -> tuple[Any, bool]:
 
 
 def _variants(module: nn.Module, names: tuple[str, str], activation: str | None, transposed: bool) -> Iterator[Experts]:
-    """What a module with these attributes may compute."""
+    """Candidate variants for a module with these attributes."""
     gate_up, down = names
     if gate_up == "up_proj":
         yield Experts(gate_up, down, transposed, activation, "none")
         return
     values = {name: float(v) for name, v in vars(module).items() if type(v) in (int, float) and v > 0}
-    # What the module has attributes for comes first.
+    # Values of the module's attributes first.
     alphas = [*(value for name, value in values.items() if "alpha" in name), 1.0]
     limits = [*(value for name, value in values.items() if "limit" in name), None]
     offsets = (1.0, 0.0) if alphas[1:] else (0.0, 1.0)

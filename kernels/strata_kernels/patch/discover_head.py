@@ -1,4 +1,4 @@
-"""Whether a causal model computes its loss by a plain head on hidden states, as `linear_cross_entropy` does."""
+"""Proof that a causal model computes its loss from hidden states and a plain LM head, as `linear_cross_entropy`."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from .table import Head
 
 _VOCABULARY = 11
 _LABELS = [[1, 4, -100], [-100, 2, 10]]
-# Fields of a configuration by which families cap, divide and multiply logits.
+# Configuration fields for softcap, divisor and multiplier of logits.
 _CAPS = ("final_logit_softcapping",)
 _DIVISORS = ("logits_scaling",)
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 
 
 def prove_head(module: Any) -> Head:
-    """How a causal model computes its loss from hidden states.
+    """The recipe by which a causal model computes its loss from hidden states.
 
     Raises:
-        NotEqual: it does so in a way that the operator does not know.
+        NotEqual: the operator does not support it.
     """
     cls: Any = original_class(module)
     if not {"inputs_embeds", "labels"} <= inspect.signature(cls.forward).parameters.keys():
@@ -41,11 +41,11 @@ def prove_head(module: Any) -> Head:
     body = next((name for name in (cls.base_model_prefix, "model") if name in parts), None)
     head = next((name for name in parts if getattr(module, name) is linear), None)
     if body is None or head is None:
-        raise NotEqual("has its body or its head in another place")
+        raise NotEqual("has its body or its head in an unknown attribute")
     small = _small_copy(module, body, head, routed=False)
     output = type(cls.forward(small, **_all_inputs(cls.forward, small.config)))
     labelled = "labels" in getattr(small, body).calls[-1]
-    # None for a family that adds no loss of its routers.
+    # None for a family without a router loss.
     routed = getattr(module.config.get_text_config(), "output_router_logits", None)
     for variant in (replace(v, labelled=labelled) for v in _variants(module, body, head, output)):
         if not _has_loss_of(small, variant):
@@ -60,13 +60,13 @@ def prove_head(module: Any) -> Head:
 
 
 def _is_balanced_as(small: Any, balanced: Head) -> bool:
-    """Whether the family adds the loss of its routers as `balanced` does. Otherwise callers who ask for that loss get
-    the family's own forward.
+    """Whether the family adds its router loss as `balanced` does. If not, calls that request this loss run the family's
+    own forward.
     """
     try:
         return _has_loss_of(small, balanced)
     except Exception:
-        # Foreign code with routers of its own.
+        # Third-party code with its own routers.
         return False
 
 
@@ -82,7 +82,7 @@ def _variants(module: Any, body: str, head: str, output: type) -> Iterator[Head]
 
 
 def _small_copy(module: Any, body: str, head: str, *, routed: bool) -> Any:
-    """A small copy of `module` with a stand-in for its body, which adds the loss of its routers or does not."""
+    """A small copy of `module` with a mock body; routed: whether it adds its router loss."""
     small, random = copy_of(module, {}), seeded()
     small.config = deepcopy(module.config)
     if hasattr(small, "vocab_size"):
@@ -99,19 +99,19 @@ def _small_copy(module: Any, body: str, head: str, *, routed: bool) -> Any:
 
 
 def _has_loss_of(small: Any, variant: Head) -> bool:
-    """Whether a small copy of a causal model computes as `variant` does.
+    """Whether a small copy of a causal model has the loss of `variant`.
 
     Raises:
-        NotEqual: the loss is the same, but what it passes to its body or returns besides is not.
+        NotEqual: the loss is equal, but arguments of the body or other outputs are not.
     """
     cls: Any = type(small)
     forwards = cls.forward, causal_lm_forward(cls.forward, variant)
     labels = torch.tensor(_LABELS)
-    # It hides targets.
+    # Masks some targets.
     mask = torch.tensor([[1, 0, 1], [1, 1, 0]])
 
     def losses(forward: Callable[..., Any], hidden: Tensor) -> tuple[Any, ...]:
-        """Of labels as users pass them, of padded rows, of a part of a step, and of labels that are shifted already."""
+        """Losses for plain labels, with padding, with `num_items_in_batch`, and with `shift_labels`."""
         asked: tuple[dict[str, Any], ...] = (
             {},
             {"attention_mask": mask},
@@ -122,7 +122,7 @@ def _has_loss_of(small: Any, variant: Head) -> bool:
 
     body, weights = getattr(small, variant.body), list(getattr(small, variant.head).parameters())
     original, ours = (partial(losses, forward) for forward in forwards)
-    # Large hidden states show caps on logits.
+    # Large hidden states reveal a softcap.
     for scale in (1.0, 100.0):
         if not is_equal(original, ours, scale * torch.randn(SHAPE, generator=seeded()), weights=weights):
             return False
@@ -137,9 +137,9 @@ def _has_loss_of(small: Any, variant: Head) -> bool:
 
 
 def _all_inputs(forward: Callable[..., Any], config: Any) -> dict[str, Any]:
-    """Something for every parameter of a causal model's forward that does not decide about the loss.
+    """A value for each parameter of a causal model's forward that does not affect the loss.
 
-    What the configuration has a value for gets that, since a model may know a few values alone.
+    Values of the configuration where it has one, because a model may accept only some values.
     """
     known = {
         "inputs_embeds": torch.ones(SHAPE),
@@ -157,14 +157,14 @@ def _all_inputs(forward: Callable[..., Any], config: Any) -> dict[str, Any]:
 
 
 def _are_same(expected: dict[str, Any], given: dict[str, Any]) -> bool:
-    """Whether both hold the same objects, or the same of the strings that stand for some."""
+    """Whether both hold the same objects or equal placeholder strings."""
     return expected.keys() == given.keys() and all(
         given[name] is value or (isinstance(value, str) and given[name] == value) for name, value in expected.items()
     )
 
 
 class _Body(nn.Module):
-    """A model's body whose last hidden state is the embeddings that it is given, and which keeps its arguments."""
+    """A mock body that returns its input embeddings as last hidden state and records its arguments."""
 
     def __init__(self, cls: type[nn.Module], router_logits: tuple[Tensor, ...] | None) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class _Body(nn.Module):
         """Return an output with all the fields that heads read."""
         passed = dict(zip((argument.name for argument in self._arguments), args, strict=False)) | kwargs
         defaults = {argument.name: argument.default for argument in self._arguments}
-        # Bodies take these from the configuration, where heads do too; who slices hidden states is the same.
+        # Bodies read these from the configuration too; either body or head may slice hidden states.
         left = {"return_dict", "output_router_logits", "logits_to_keep"}
         self.calls.append(
             {k: v for k, v in passed.items() if k not in left and v is not None and v is not defaults.get(k)}
@@ -185,15 +185,15 @@ class _Body(nn.Module):
 
 
 class _Output(dict[str, Any]):
-    """An output of a body, with something in every field."""
+    """An output of the mock body, with a placeholder in every field."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        # From 5.24 on, outputs of transformers have one under all of these names.
+        # From transformers 5.24 on, outputs have the same cache under all of these names.
         found = "cache" if name in ("past_key_values", "cache_params") else name
         return self.get(name, f"the {found} of the body")
 
     def __getitem__(self, key: Any) -> Any:
-        # As outputs of transformers, which are tuples too.
+        # Outputs of transformers are also indexable as tuples.
         return super().__getitem__("last_hidden_state" if key == 0 else key)

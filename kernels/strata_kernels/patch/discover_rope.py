@@ -1,4 +1,4 @@
-"""Whether the functions by which an attention rotates queries and keys are a rotation that `rope` computes."""
+"""Proof that the functions that rotate queries and keys in an attention are rotations that `rope` computes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .table import Rope
 
 @dataclass(frozen=True)
 class _Call:
-    """How a rotation is called: its parameters, and the layout in which its angles come.
+    """Signature of a rotation and layout of its angles.
 
-    layout: "twice" for cos and sin of `cat((angle, angle), -1)`, "by axis" for that of each axis of an image in turn,
-        "repeated" for `angle.repeat_interleave(2, -1)`, "once" for one number per pair, "complex" for exp(i · angle).
-    cases: (shape of queries without features, shape of angles, arguments after them) of the calls in a modeling file.
+    layout: "twice" for cos and sin of `cat((angle, angle), -1)`, "by axis" for that of each image axis in turn,
+        "repeated" for `angle.repeat_interleave(2, -1)`, "once" for one value per pair, "complex" for exp(i · angle).
+    cases: calls in modeling files: (shape of queries without features, shape of angles, further arguments).
     """
 
     parameters: tuple[str, ...]
@@ -34,10 +34,10 @@ class _Call:
 
 
 _FEATURES = 8
-# Query heads, key heads, batch rows and positions in a case.
+# Query heads, key heads, batch size and positions of a case.
 _H, _K, _B, _S = 4, 2, 2, 5
 _BY_HEAD, _BY_POSITION = (_B, _H, _S), (_B, _S, _H)
-# In towers, angles have no batch rows, or neither have.
+# In vision towers, angles, or angles and queries, have no batch axis.
 _ORDERED = (
     (_BY_HEAD, (_B, _S), (1,)),
     (_BY_POSITION, (_B, _S), (2,)),
@@ -69,7 +69,7 @@ _CALLS = {
 
 
 def rotations_of(cls: type[nn.Module]) -> tuple[str, ...]:
-    """The functions of its modeling file by which the forward of `cls` rotates queries and keys."""
+    """Names of the functions of the modeling file with which the forward of `cls` rotates queries and keys."""
     function = inspect.unwrap(cls.forward)
     if not isinstance(function, FunctionType):
         return ()
@@ -78,15 +78,15 @@ def rotations_of(cls: type[nn.Module]) -> tuple[str, ...]:
 
 
 def prove_rope(module: nn.Module, names: tuple[str, ...], model: Any) -> Rope:
-    """How the functions `names`, which the forward of `module` calls, rotate.
+    """The recipe for the rotations `names`, which the forward of `module` calls.
 
     Raises:
-        NotEqual: one of them rotates otherwise, or the model's angles come in another layout.
+        NotEqual: `rope` does not support one of them, or the model's angles have another layout.
     """
     cls: Any = original_class(module)
     function: Any = inspect.unwrap(cls.forward)
     config = getattr(module, "config", None)
-    # Others, such as the indexers of sparse attention, rotate tensors of other shapes.
+    # Other modules, such as indexers of sparse attention, rotate tensors of other shapes.
     if "Attention" not in cls.__name__ or config is None:
         raise NotEqual("is not an attention module with a configuration")
     if not has_known_decorators(cls.forward):
@@ -110,7 +110,7 @@ def prove_rope(module: nn.Module, names: tuple[str, ...], model: Any) -> Rope:
 
 
 def _rotates_as(original: Callable[..., Any], kind: str) -> bool:
-    """Whether `original` is the rotation `kind` in all its cases, and of a part of a head if it takes one."""
+    """Whether `original` equals the rotation `kind` in all cases, and with partial rotary dims if it supports them."""
     call, ours = _CALLS[kind], ROTATIONS[kind]
     signature = inspect.signature(original).parameters
     parameters = tuple(signature)
@@ -130,7 +130,7 @@ def _rotates_as(original: Callable[..., Any], kind: str) -> bool:
         if not _gives_shapes_of(original, tensors, rest):
             if rotated == _FEATURES:
                 return False
-            continue  # It takes whole heads alone, and will be called with nothing else.
+            continue  # It only supports complete heads, so it is only called with them.
         if not is_equal(_with(original, rest), _with(ours, rest), *tensors):
             return False
         if not _is_equal_in_bf16(_with(original, rest), _with(ours, rest), tensors):
@@ -139,7 +139,7 @@ def _rotates_as(original: Callable[..., Any], kind: str) -> bool:
 
 
 def _is_equal_in_bf16(original: Callable[..., Any], ours: Callable[..., Any], tensors: list[Tensor]) -> bool:
-    """Whether results in bf16 by angles in fp32 have the same values up to rounding; their dtype may be wider."""
+    """Whether bf16 results with fp32 angles are equal up to rounding; their dtype may be wider."""
     results = [function(*(x.bfloat16() for x in tensors)) for function in (original, ours)]
     expected, given = (y if isinstance(y, tuple) else (y,) for y in results)
     return all(torch.allclose(e.float(), y.float(), rtol=0.0, atol=0.05) for e, y in zip(expected, given, strict=True))
@@ -159,7 +159,7 @@ def _gives_shapes_of(original: Callable[..., Any], tensors: list[Tensor], rest: 
 
 
 def _angles(layout: str, shape: tuple[int, ...], width: int, random: torch.Generator) -> tuple[Tensor, ...]:
-    """cos and sin for `width` features of tokens of a shape, or one complex tensor."""
+    """cos and sin for `width` features of tokens of the given shape, or one complex tensor."""
     angle = torch.randn(*shape, width // 2, generator=random)
     if layout == "complex":
         return (torch.polar(torch.ones_like(angle), angle),)
@@ -173,10 +173,10 @@ def _angles(layout: str, shape: tuple[int, ...], width: int, random: torch.Gener
 
 
 def _layouts(model: nn.Module, config: type) -> set[str]:
-    """The layouts in which the rotary modules of a part of the model give angles, told by its configuration's class.
+    """Layouts of the angles of all rotary modules with a configuration of class `config`.
 
-    `rope` reads one angle where they come twice. A module that is made anew from its configuration says so without the
-    buffers of the model, which may be on meta.
+    `rope` reads only one of two copies of an angle. A module built from the configuration is inspected, because buffers
+    of the model may be on meta.
     """
     layouts: set[str] = set()
     for module in model.modules():
@@ -184,7 +184,7 @@ def _layouts(model: nn.Module, config: type) -> set[str]:
         if "Rotary" not in cls.__name__ or type(getattr(module, "config", None)) is not config:
             continue
         if any(True for _ in module.parameters()):
-            return set()  # The operator has no gradient for angles.
+            return set()  # `rope` computes no gradient of angles.
         parameters = inspect.signature(cls.forward).parameters
         kinds = getattr(module, "layer_types", None) or getattr(module.config, "layer_types", None) or ()
         by_kind = "layer_type" in parameters
@@ -192,13 +192,13 @@ def _layouts(model: nn.Module, config: type) -> set[str]:
             try:
                 layouts.add(_layout_of(_angles_given(cls(config=module.config), len(parameters) > 2, named)))
             except Exception:
-                # Foreign code, on input that it may not expect: then the layout is not known.
+                # Third-party code may fail on this input: the layout is unknown.
                 return set()
     return layouts
 
 
 def _angles_given(rotary: Any, by_positions: bool, named: dict[str, str]) -> Any:
-    """What a rotary module gives for three tokens, or for three patches of an image."""
+    """The result of a rotary module for three tokens, or for three image patches."""
     x = torch.zeros(1, 3, WIDTH)
     if not by_positions:
         return rotary(x, **named)
@@ -207,9 +207,9 @@ def _angles_given(rotary: Any, by_positions: bool, named: dict[str, str]) -> Any
         try:
             return rotary(x, places, **named)
         except (IndexError, RuntimeError):
-            # Of M-RoPE, some versions take the positions of three axes alone.
+            # Some M-RoPE modules require positions of three axes.
             return rotary(x, places.expand(3, 1, 3), **named)
-    # Row and column. Some towers have batch rows; others take the positions of one for something else.
+    # (row, column) of patches. Some towers have a batch axis; others misinterpret one.
     patches = torch.tensor([[0, 2], [1, 0], [3, 1]])
     given = rotary(x, patches[None], **named)
     return given if given[0].shape[:-1] == (1, 3) else rotary(x, patches, **named)

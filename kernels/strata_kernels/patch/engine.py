@@ -1,8 +1,8 @@
-"""Patch a model: one engine for what the table or `discover` finds.
+"""Patches a model as the table or `discover` says.
 
-The engine sets a module's class to a subclass that overrides `forward`. It stores nothing on the module: parameters,
-buffers, hooks and state dict do not change, copies are patched too, and other models are not affected. Unpatching sets
-the original class.
+A module is patched by setting its class to a subclass that overrides `forward`. Nothing is stored on the module:
+parameters, buffers, hooks and state dict do not change, copies are patched too, and other models are not affected.
+Unpatching restores the original class.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from .table import OPERATORS, ROWS, Experts, ExpertsAdapter, Head, Mlp, Norm, Re
 
 @dataclass(frozen=True)
 class PatchReport:
-    """What `patch_model` did.
+    """Result of `patch_model`.
 
     Attributes:
-        model_type: of the model's configuration.
+        model_type: `config.model_type` of the model.
         replaced: operator → paths of the modules that now run it.
-        excluded: operators left out because the caller asked for it.
-        unsupported: the activation operators, if the family has a feed-forward layer of another kind.
-        kept: operator → why modules that it could have replaced keep their own code.
-        by_structure: whether the modules were found by structure, because the table has no row for the family.
-        proofs: how many proofs of equality were made for that, and how many were there from an earlier call or process.
+        excluded: operators in `exclude`.
+        unsupported: the activation operators, if the family's feed-forward layer has no operator.
+        kept: operator → reasons why candidate modules keep their own code.
+        by_structure: whether `discover` found the modules, because the table has no row for the family.
+        proofs: (number of new proofs of equality, number of cached proofs) of `discover`.
     """
 
     model_type: str
@@ -50,7 +50,7 @@ class PatchReport:
     unsupported: tuple[str, ...]
     kept: dict[str, tuple[str, ...]] = field(default_factory=dict)
     by_structure: bool = False
-    # How an answer was come by makes it no other one.
+    # Whether proofs were cached does not affect equality of reports.
     proofs: tuple[int, int] = field(default=(0, 0), compare=False)
 
     @property
@@ -76,28 +76,28 @@ class PatchReport:
 
 
 def patch_model(model: nn.Module, *, exclude: Iterable[str] = (), require_all: bool = False) -> PatchReport:
-    """Replace modules of a transformers model by fused operators, in place.
+    """Replace the forward of modules of a transformers model with fused operators, in place.
 
-    The model computes the same, up to rounding. A family with a row in the table is patched by that row. In any other
-    family, modules are found by their structure, and each class is proven equal on random input before one of its
-    modules is replaced (`discover`). Modules that cannot be replaced keep their own code; the report says why.
+    Results are equal up to rounding. A family with a table row is patched by that row. In other families, modules are
+    found by structure, and each class is compared with the operator on random input before its modules are replaced
+    (`discover`). Modules that cannot be replaced keep their own code; the report has the reasons.
 
-    With labels in training mode the model's loss comes from `linear_cross_entropy` and the output's `logits` is None;
-    pass `skip_logits=False` to the forward call to get logits too, `skip_logits=True` to avoid them in evaluation. For
+    With labels, in training mode, `linear_cross_entropy` computes the loss and the output's `logits` is None. Pass
+    `skip_logits=False` to the forward call to also get logits, or `skip_logits=True` to avoid them in evaluation. For
     another loss, pass `head_loss`: a function of the hidden states [B, T, H] before the head, the head's weight, its
-    bias or None, and the softcap of its logits or None. Its result is the output's `loss`, and no logits are computed.
-    If a family scales its logits, the function receives scaled hidden states and a scaled bias instead. You can patch
-    a patched model again: the result depends only on the last call.
+    bias or None, and the softcap or None. Its result becomes the output's `loss`, without logits. If a family scales
+    its logits, the function receives scaled hidden states and a scaled bias. Patching a patched model is allowed: only
+    the last call counts.
 
     Args:
         model: a causal language model, bare or inside PEFT, `torch.compile` or DDP.
-        exclude: operators to leave as the model has them, of "rms_norm", "layer_norm", "rope", "swiglu", "geglu",
+        exclude: operators not to use, of "rms_norm", "layer_norm", "rope", "swiglu", "geglu",
             "relu_squared", "gelu", "silu", "experts", "linear_cross_entropy".
-        require_all: raise if an operator that has a place in the model cannot be put there.
+        require_all: raise if an operator that the model could use cannot be applied.
 
     Raises:
-        ValueError: the model is not one of transformers, an operator in `exclude` is unknown, or with `require_all` an
-            operator found nothing to replace or cannot replace what it found. The model is then as it was.
+        ValueError: not a transformers model; an unknown operator in `exclude`; with `require_all`, an operator that
+            replaced no module or could not replace a candidate. The model is then unchanged.
 
     Example:
         >>> from transformers import AutoModelForCausalLM
@@ -142,7 +142,7 @@ def patch_model(model: nn.Module, *, exclude: Iterable[str] = (), require_all: b
 
 
 def _patch_adapters(model: nn.Module, experts: dict[int, Recipe]) -> None:
-    """Patch PEFT's wrappers of a weight of patched `experts`, by id, to pass on their factors."""
+    """Patch PEFT's wrappers of weights of patched `experts` (id → recipe) to pass their low-rank factors on."""
     for module in model.modules():
         if not type(module).__module__.startswith("peft.") or not hasattr(module, "parameter_name"):
             continue
@@ -154,10 +154,10 @@ def _patch_adapters(model: nn.Module, experts: dict[int, Recipe]) -> None:
 
 
 def unpatch_model(model: nn.Module) -> None:
-    """Set every module of `model` to its original class; does nothing to a model that is not patched.
+    """Restore the original class of every module of `model`; no-op for a model that is not patched.
 
     Raises:
-        ValueError: another class was derived from a patched one. The model is not changed.
+        ValueError: another class was derived from a patched class. The model is then unchanged.
     """
     for module, cls in [(module, original_class(module)) for module in model.modules()]:
         module.__class__ = cls
@@ -185,7 +185,7 @@ def _unknown(what: str, name: str, known: Iterable[str]) -> str:
 
 
 def _find_by_row(model: nn.Module, row: Row, operators: Iterable[str]) -> Found:
-    """The modules of the row's classes that run the forward of their class."""
+    """The modules of the row's classes that the operators replace."""
     suffix = {"rms_norm": "RMSNorm", "rope": "Attention", "linear_cross_entropy": "ForCausalLM"}
     replacements: dict[str, list[tuple[str, nn.Module, Recipe]]] = {}
     kept: dict[str, tuple[str, ...]] = {}
@@ -241,13 +241,13 @@ def _check(module: nn.Module, path: str, operator: str, recipe: Recipe) -> None:
 
 
 def _home(cls: type[nn.Module]) -> str:
-    """The module in which the class that defines the forward of `cls` is written."""
+    """`__module__` of the class that defines the forward of `cls`."""
     return next(base.__module__ for base in cls.__mro__ if "forward" in vars(base))
 
 
 @cache
 def _patched(cls: Any, recipe: Recipe) -> Any:
-    """The subclass of `cls` that computes `recipe`, with the name that configs and wrapping policies look up."""
+    """The subclass of `cls` that computes `recipe`; keeps the name, which configs and wrapping policies look up."""
     namespace = {
         "forward": _forward(cls, recipe),
         "_strata_original": cls,
@@ -255,7 +255,7 @@ def _patched(cls: Any, recipe: Recipe) -> Any:
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        # A pickle would find the original class by its module and name.
+        # By module and name, pickle would find the original class.
         "__reduce_ex__": lambda self, protocol: _reduce(self, protocol, (cls, recipe)),
     }
     return type(cls)(cls.__name__, (cls,), namespace)

@@ -17,17 +17,17 @@ from .structure import activation_function
 from .table import Experts
 
 Forward = Callable[..., Any]
-# The name of a weight → (left, right, scale) of its adapter scale · left · right, in the layout of the weight.
+# Weight name → (left, right, scale) of its adapter scale · left · right, in the weight's layout.
 Adapters = dict[str, tuple[Tensor, Tensor, float]]
 
 
 def experts_forward(original: Forward, recipe: Experts) -> Forward:
-    """The weighted sum of a token's experts; the family's own code where a strategy has split the weights.
+    """Forward of experts by `experts`; the family's own forward if the weights are DTensors.
 
-    A module that stores its weights in another form may have a method `restore_weight(name)`. What that returns is not
-    kept: the backward pass restores it again, and with it what lies before the gate. One that has some of the experts
-    may have a method `local_weight(name)`, also for biases. It is called with indices that count from its first
-    expert, and with `max_slots` as `experts` takes it.
+    A module with quantized weights may define `restore_weight(name)`, which returns a dequantized weight. It is not
+    saved: backward dequantizes again and recomputes h. A module with a shard of the experts may define
+    `local_weight(name)`, also for biases; its forward gets indices relative to its first expert, and `max_slots` of
+    `experts`.
     """
 
     def forward(
@@ -50,7 +50,7 @@ def experts_forward(original: Forward, recipe: Experts) -> Forward:
             return compute(self, hidden_states, top_k_index, top_k_weights, adapters, self.local_weight, max_slots)
         if any(is_dtensor(getattr(self, name)) for name in (recipe.gate_up, recipe.down)):
             if adapters:
-                raise ValueError("adapters of experts need whole weights, and a strategy has split these")
+                raise ValueError("adapters of experts need unsharded weights, but these are sharded")
             own: Tensor = original(self, hidden_states, top_k_index, top_k_weights)
             return own
         return compute(self, hidden_states, top_k_index, top_k_weights, adapters, partial(getattr, self))
@@ -82,7 +82,7 @@ def experts_forward(original: Forward, recipe: Experts) -> Forward:
 
 
 def _bias(module: Any, name: str) -> Tensor | None:
-    """A bias as the module has it, its own part of one that is split; packed weights have none beside them."""
+    """The module's bias, or its local shard; None if it has none."""
     bias: Tensor | None = getattr(module, name, None)
     if bias is not None and hasattr(module, "local_weight"):
         return module.local_weight(name)  # type: ignore[no-any-return]
@@ -90,8 +90,8 @@ def _bias(module: Any, name: str) -> Tensor | None:
 
 
 def _product_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """In which matrix products with `weight` are taken: autocast's dtype where it is on, else that of the weight."""
-    # On meta tensors autocast cannot be asked for, nor be on.
+    """Dtype of matrix products with `weight`: autocast's if enabled, else that of the weight."""
+    # is_autocast_enabled does not accept "meta", for which autocast does not exist.
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return weight.dtype
@@ -102,14 +102,14 @@ def _low_rank(adapter: tuple[Tensor, Tensor, float] | None, recipe: Experts, dty
         return None
     left, right, scale = adapter
     a, b = (left.transpose(1, 2), right.transpose(1, 2)) if recipe.transposed else (right, left)
-    # PEFT's B lies in memory as [N, R, E], which every tile of the product would gather one value at a time.
+    # PEFT's B is contiguous as [N, R, E]; strided loads of it in every tile would be slow.
     return LowRank(a.to(dtype), b.to(dtype).contiguous(), float(scale))
 
 
 def experts_adapter_forward(original: Forward) -> Forward:
-    """PEFT's `ParamWrapper` of a weight of patched experts: they get the two factors, and no sum is made.
+    """Forward of PEFT's `ParamWrapper` of a weight of patched experts: passes both factors, without merging weights.
 
-    Wrappers of several weights are nested; each adds its own.
+    Wrappers of several weights are nested; each adds its factors.
     """
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -123,11 +123,11 @@ def experts_adapter_forward(original: Forward) -> Forward:
 
 
 def _factors(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor, float]:
-    """PEFT's A, [E · R, in], and B, [out, R · E], as factors of the weight in its own layout."""
+    """PEFT's A, [E · R, in], and B, [out, R · E], as (left, right, scale) in the layout of the weight."""
     a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
     a = a.view(wrapper.num_experts, -1, a.shape[1])
     b = b.view(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
-    # Earlier versions of PEFT take the first dimension of every weight for its inputs.
+    # Earlier versions of PEFT treat the first dimension of every weight as its inputs.
     swapped = getattr(wrapper, "_did_swap_in_out_features", False)
     left, right = (b, a) if swapped else (a.transpose(1, 2), b.transpose(1, 2))
     return left, right, wrapper.scaling[adapter]

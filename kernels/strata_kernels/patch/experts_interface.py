@@ -1,4 +1,4 @@
-"""transformers' dispatch of experts: `experts_implementation="strata"`, for models that nothing else patches."""
+"""`experts_implementation="strata"` for transformers' dispatch of experts, without `patch_model`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _RECIPE = "_strata_experts"
 def register_experts() -> None:
     """Register `experts` in transformers as the experts implementation "strata".
 
-    Equivalent in what it computes, up to rounding, to "eager" and "grouped_mm". A module of experts is proven equal on
-    random numbers when it runs for the first time, as by `patch_model`. Calling this again does nothing.
+    Equal up to rounding to "eager" and "grouped_mm". At its first call, a module of experts is compared with `experts`
+    on random input, as by `patch_model`. Calling this function again has no effect.
 
     Raises:
         ImportError: transformers is missing, or is too old to dispatch experts.
@@ -36,10 +36,10 @@ def register_experts() -> None:
 
 
 def strata_experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What transformers calls for a module of experts.
+    """The function that transformers calls for a module of experts.
 
     Raises:
-        ValueError: the module computes something that `experts` does not.
+        ValueError: `experts` does not support the module.
     """
     recipe = vars(self).get(_RECIPE) or _recipe_of(self)
     y: Tensor = experts_forward(_own_forward(self), recipe)(self, hidden_states, top_k_index, top_k_weights)
@@ -51,7 +51,7 @@ def _own_forward(module: Any) -> Any:
 
 
 def _recipe_of(module: Any) -> Experts:
-    """How `module` computes its experts, kept on it: not for its state dict, and not copied into another class."""
+    """The recipe of `module`, cached on it: not in its state dict, and invalid after its class changes."""
     try:
         with plain_pytorch():
             recipe = prove_experts(module)
@@ -64,5 +64,5 @@ def _recipe_of(module: Any) -> Experts:
     return recipe
 
 
-# As `torch.compiler.disable` does, without importing the compiler.
+# As `torch.compiler.disable`, without importing the compiler.
 _recipe_of._torchdynamo_disable = True  # type: ignore[attr-defined]

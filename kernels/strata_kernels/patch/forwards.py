@@ -1,4 +1,4 @@
-"""The forward functions of patched modules: the family's own with one step replaced."""
+"""Forward functions of patched modules: the family's forward with one step replaced."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from .structure import activate_and_project, activation_options, linear_head
 from .table import GATED, Head, Mlp, Norm, Rope
 
 Forward = Callable[..., Any]
-# What callers pass on to the loss alone.
+# Keyword arguments of forward that are only for the loss.
 LOSS_ARGUMENTS = ("num_items_in_batch", "max_targets", "ignore_index", "shift_labels")
-# (hidden states [B, T, H], weight and bias of the head, cap on its logits) → the output's loss
+# (hidden states [B, T, H], weight and bias of the head, softcap) → the output's loss
 HeadLoss = Callable[[Tensor, Tensor, Tensor | None, float | None], Any]
 
 
@@ -45,7 +45,7 @@ _PACKED: dict[str, Callable[..., Tensor]] = {"swiglu": swiglu_packed, "geglu": g
 
 
 def norm_forward(norm: Norm) -> Forward:
-    """RMSNorm or LayerNorm as the family writes it; without a weight or a bias where the module has none."""
+    """The family's RMSNorm or LayerNorm; without a weight or bias if the module has none."""
     offset, cast = norm.offset, norm.cast
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def norm_forward(norm: Norm) -> Forward:
 
 
 def mlp_forward(mlp: Mlp) -> Forward:
-    """The feed-forward layer with its activation fused, and its projection too if it is a plain linear layer."""
+    """The feed-forward layer with a fused activation, and a fused projection if that is a plain linear layer."""
     operator = (_PACKED if mlp.packed else _ACTIVATIONS)[mlp.operator]
     names = (mlp.gate,) if mlp.packed else (mlp.gate, mlp.up) if mlp.operator in GATED else (mlp.up,)
 
@@ -75,14 +75,14 @@ def mlp_forward(mlp: Mlp) -> Forward:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         y = activate_and_project(partial(activate, self, x), getattr(self, mlp.down))
-        # After the projection, which may have a bias.
+        # After the projection, because it may have a bias.
         return y * getattr(self, mlp.multiplier) if mlp.multiplier else y
 
     return forward
 
 
 def with_parameters_of(original: Forward, forward: Forward) -> Forward:
-    """`forward` with the names that `original` gives its arguments, by which a family may pass them."""
+    """`forward` with the parameter names of `original`, because families may pass arguments by keyword."""
     names, ours = (_names_of(inspect.unwrap(f))[1:] for f in (original, forward))
     if names == ours:
         return forward
@@ -96,16 +96,16 @@ def with_parameters_of(original: Forward, forward: Forward) -> Forward:
 
 
 def _names_of(function: Forward) -> tuple[str, ...]:
-    """Its parameters except keyword-only ones."""
+    """Names of the parameters, except keyword-only ones."""
     parameters = inspect.signature(function).parameters.values()
     return tuple(parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY)
 
 
 def with_rope(original: Forward, rotation: Rope) -> Forward:
-    """The attention's forward, where the functions that rotate are the fused operator.
+    """The attention's forward, with the rotations replaced by the fused operator.
 
-    The function's code is the family's own, and so is the module in which it looks up names; only those names are
-    others, which the module did not have, so that no other model is touched.
+    Code and globals are the family's; only the names of the rotations in the code are replaced by new global names, so
+    that other models are not affected.
     """
     function = inspect.unwrap(original)
     assert has_known_decorators(original), original
@@ -127,7 +127,7 @@ def with_rope(original: Forward, rotation: Rope) -> Forward:
 
 
 def has_known_decorators(function: Forward) -> bool:
-    """Whether each decorator of `function`, if any, calls the decorated function only from its closure."""
+    """Whether each decorator of `function` refers to the decorated function only by one closure cell."""
     while (wrapped := getattr(function, "__wrapped__", None)) is not None:
         if (
             not isinstance(function, FunctionType)
@@ -142,14 +142,14 @@ def _holds(cell: CellType, function: Any) -> bool:
     try:
         return cell.cell_contents is function
     except ValueError:
-        # An empty one.
+        # An empty cell.
         return False
 
 
 def _inside_decorators(original: Any, forward: Forward) -> Forward:
-    """`forward` in the place of the function inside of the decorators of `original`: copies of theirs call it.
+    """`forward` inside copies of the decorators of `original`.
 
-    From 5.24 on, transformers decorates the forward of an attention to rename an argument.
+    From 5.24 on, transformers decorates an attention's forward to rename an argument.
     """
     wrapped = getattr(original, "__wrapped__", None)
     if wrapped is None:
@@ -167,24 +167,24 @@ def _halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int =
 
 
 def _halves_once(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """As above; cos and sin come once per pair."""
+    """As `_halves`; cos and sin have one value per pair."""
     return _rotate(q, k, cos, sin, layout=_layout(q, cos, unsqueeze_dim), rotary_dim=2 * cos.shape[-1])
 
 
 def _halves_single(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
-    """As `_halves`, for queries or keys alone."""
+    """As `_halves`, for one tensor, queries or keys."""
     return _rotate_one(x, cos, sin, layout=_layout(x, cos, unsqueeze_dim))
 
 
 def _halves_of_patches(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_halves`; heads come after positions, with or without batch rows (towers)."""
+    """As `_halves`; heads after positions, with or without a batch axis (vision towers)."""
     return _rotate(q, k, cos, sin, layout=_layout(q, cos, -2))
 
 
 def _halves_by_axis(x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor, unsqueeze_dim: int = 2) -> Tensor:
-    """Each axis of an image rotates an equal part of a head, [B, S, H, D], as `_halves` does a head (Gemma 4's tower).
+    """`_halves` on equal parts of a head [B, S, H, D], one per image axis (Gemma 4's vision tower).
 
-    With parts as batch rows, all of them take one launch, and no copy where positions of all batch rows lie in a row.
+    The parts form the batch axis of one launch; no copy if batch and position axes of x collapse.
     """
     assert unsqueeze_dim == 2, unsqueeze_dim
     batch, n_s, heads, features = x.shape
@@ -195,7 +195,7 @@ def _halves_by_axis(x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor, u
 
 
 def _neighbors(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Neighboring features are a pair; cos and sin come with the angles once in each half."""
+    """Pairs are adjacent features; both halves of cos and sin hold all angles."""
     width, layout = cos.shape[-1], _layout(q, cos, unsqueeze_dim)
     cos, sin = cos[..., : width // 2], sin[..., : width // 2]
     return _rotate(q, k, cos, sin, layout=layout, rotary_dim=width, interleaved=True)
@@ -204,19 +204,19 @@ def _neighbors(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: in
 def _neighbors_repeated(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Neighboring features are a pair; cos and sin come with each angle twice in a row."""
+    """Pairs are adjacent features; cos and sin hold each angle twice in succession."""
     return _rotate(q, k, cos, sin, layout=_layout(q, cos, unsqueeze_dim), interleaved=True)
 
 
 def _complex(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
-    """Neighboring features are the parts of a complex number; the angles come as such numbers."""
+    """Pairs are adjacent features; angles are complex numbers."""
     return _rotate(xq, xk, freqs_cis, layout="bshd", interleaved=True)
 
 
 def _complex_of_patches(query: Tensor, key: Tensor, freqs_ci: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_complex`, with angles [S, 1, P] for all batch rows (Llama 4's tower).
+    """As `_complex`, with angles [S, 1, P] for the whole batch (Llama 4's vision tower).
 
-    They are a buffer, of which `model.to(torch.bfloat16)` leaves the real part; that multiplies, as in transformers.
+    Angles are a buffer, of which `model.to(torch.bfloat16)` keeps only the real part; it is used as in transformers.
     """
     table = freqs_ci if freqs_ci.is_complex() else freqs_ci.to(torch.complex64)
     return _complex(query, key, table.flatten(1).to(query.device))
@@ -225,7 +225,7 @@ def _complex_of_patches(query: Tensor, key: Tensor, freqs_ci: Tensor) -> tuple[T
 def _rotate(q: Tensor, k: Tensor, *angles: Tensor, layout: Layout, **options: Any) -> tuple[Tensor, Tensor]:
     if q.dtype == k.dtype:
         return rope(q, k, *angles, layout=layout, **options)
-    # Under autocast, the result of a norm may have another dtype than the result of a projection.
+    # Under autocast, results of a norm and of a projection may have different dtypes.
     y_q, y_k = (_rotate_one(x, *angles, layout=layout, **options) for x in (q, k))
     return y_q, y_k
 
@@ -236,20 +236,20 @@ def _rotate_one(x: Tensor, *angles: Tensor, layout: Layout, **options: Any) -> T
 
 
 def _layout(x: Tensor, cos: Tensor, unsqueeze_dim: int) -> Layout:
-    """The order of axes of queries x, whose heads are where cos, [B, S, R] or [S, R], gets an axis at `unsqueeze_dim`.
+    """The layout of queries x: their head axis is where cos [B, S, R] or [S, R] is unsqueezed at `unsqueeze_dim`.
 
-    Axes of cos with the new one are those of x, counted from the last.
+    Axes of the unsqueezed cos and of x are aligned from the last.
     """
     axes = cos.dim() + 1
     place = axes - unsqueeze_dim % axes
     if place == 2:
         return "bshd" if x.dim() == 4 else "thd"
-    # At 4, batch rows of angles, of which there is one, stand where the heads are.
+    # place == 4: the batch axis of angles, of size 1, is aligned with the heads.
     assert place == 3 or cos.shape[0] == 1, (cos.shape, unsqueeze_dim)
     return "bhsd"
 
 
-# The rotations of transformers' families, with the parameters that the families give them.
+# Rotations of transformers' families, with the families' signatures.
 ROTATIONS: dict[str, Callable[..., Any]] = {
     "halves": _halves,
     "halves_once": _halves_once,
@@ -264,10 +264,9 @@ ROTATIONS: dict[str, Callable[..., Any]] = {
 
 
 def causal_lm_forward(original: Forward, recipe: Head) -> Forward:
-    """The model's forward. With labels and `skip_logits` the loss is computed from hidden states, without logits.
+    """The model's forward. With labels and `skip_logits`, the loss is computed from hidden states, without logits.
 
-    With `head_loss` the loss is its result. It is called inside the forward pass, where FSDP has gathered the weight of
-    the head.
+    With `head_loss`, the loss is its result. It is called inside forward, where FSDP has gathered the head's weight.
     """
     names = tuple(inspect.signature(original).parameters)[1:]
     output = recipe.output or import_module("transformers.modeling_outputs").CausalLMOutputWithPast
@@ -284,7 +283,7 @@ def causal_lm_forward(original: Forward, recipe: Head) -> Forward:
         config = self.config.get_text_config()
         routed = kwargs.get("output_router_logits")
         routed = head_loss is None and (getattr(config, "output_router_logits", False) if routed is None else routed)
-        # A loss function that was set on the model after the patch takes precedence.
+        # A loss function set on the model after patching takes precedence.
         keeps_loss = labels is None or not skip_logits or hasattr(self, "_loss_function")
         if head_loss is None and (keeps_loss or (routed and not recipe.balanced)):
             return original(self, **kwargs)
@@ -300,7 +299,7 @@ def causal_lm_forward(original: Forward, recipe: Head) -> Forward:
         hidden = outputs.last_hidden_state[:, kept, :]
         head, softcap = linear_head(getattr(self, recipe.head)), getattr(config, recipe.softcap or "", None)
         if hidden.dtype.itemsize > head.weight.dtype.itemsize:
-            # Families that keep residuals in fp32 cast before the head (Mamba).
+            # Families with fp32 residuals cast before the head (Mamba).
             hidden = hidden.to(head.weight.dtype)
         # Logits are linear in hidden states and bias, so scaling both scales the logits.
         hidden = _scaled(hidden, config, recipe)
@@ -319,7 +318,7 @@ def causal_lm_forward(original: Forward, recipe: Head) -> Forward:
             routers, mask = outputs.router_logits, kwargs.get("attention_mask")
             computed["aux_loss"] = balance(routers, self.num_experts, self.num_experts_per_tok, mask)
             loss = loss + self.router_aux_loss_coef * computed["aux_loss"].to(loss.device)
-        # A copy, because FSDP registers hooks on outputs and warns about views.
+        # A clone, because FSDP registers hooks on outputs and warns about views.
         computed["loss"] = loss.to_local().clone() if sharded else loss
         return output(**computed, **{name: getattr(outputs, name, None) for name in fields})
 
@@ -328,12 +327,12 @@ def causal_lm_forward(original: Forward, recipe: Head) -> Forward:
 
 
 def _as_decorated(original: Forward, forward: Forward) -> Forward:
-    """`forward`, inside of the decorator that takes arguments from the configuration where `original` is inside of it.
+    """`forward`, with the decorator that reads arguments from the configuration if `original` has it.
 
-    They tell towers which layers' results to return (LLaVA).
+    These arguments select the layers whose results vision towers return (LLaVA).
     """
     decorate = import_module("transformers.utils.generic").merge_with_config_defaults
-    # Each use of the decorator makes a new function; all share one code object.
+    # Each use of the decorator creates a new function with the same code object.
     code = decorate(forward).__code__
     function: Any = original
     while function is not None:
@@ -345,7 +344,7 @@ def _as_decorated(original: Forward, forward: Forward) -> Forward:
 
 
 def _scaled(x: Tensor, config: Any, recipe: Head) -> Tensor:
-    """x with the family's divisor and multiplier of logits."""
+    """x, scaled by the family's divisor and multiplier of logits."""
     if recipe.divisor:
         x = x / getattr(config, recipe.divisor)
     if recipe.multiplier:
@@ -375,8 +374,8 @@ def _causal_lm_loss(
 ) -> Tensor:
     """transformers' `ForCausalLMLoss` from hidden states: position t predicts label t + 1.
 
-    `max_targets` is an upper bound on the number of positions with a label that is not ignored. Other positions are
-    dropped before the head.
+    max_targets: upper bound of the number of positions whose label is not ignored. Other positions are dropped before
+    the head.
     """
     if shift_labels is None:
         assert labels is not None

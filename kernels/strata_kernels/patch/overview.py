@@ -1,4 +1,4 @@
-"""What `python -m strata_kernels models` prints: the table of families, or what is fused in models of some types."""
+"""Output of `python -m strata_kernels models`: the table of families, or the operators of given model types."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def _feed_forward(mlp: Mlp | None) -> str:
 
 
 def fused_in(model_type: str) -> str:
-    """What is fused in a model with the default configuration of `model_type`, which is built without memory.
+    """The operators of a model with the default configuration of `model_type`, built on meta.
 
     Raises:
-        ValueError: transformers has no such type, or no model of it.
+        ValueError: transformers has no such model type, or no causal model of it.
         ImportError: transformers is not installed.
     """
     try:
         import transformers
     except ImportError as error:
-        raise ImportError("models of transformers need it: pip install 'transformers>=5.17,<5.25'") from error
+        raise ImportError("this command needs transformers: pip install 'transformers>=5.17,<5.25'") from error
     transformers.logging.set_verbosity_error()
     try:
         config = transformers.AutoConfig.for_model(model_type)

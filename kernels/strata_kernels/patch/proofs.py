@@ -1,13 +1,13 @@
-"""Proofs of `discover` that were made before: in this process, or in an earlier one that wrote them to disk.
+"""Cache of the proofs of `discover`, in memory and on disk.
 
-A proof is found again by what it depends on: the code of the module's class, of its bases and of what they call in
-transformers' models, losses and activations, the module's attributes and sizes, the sources of this package, the
-versions of Python, PyTorch and transformers, and whether Triton interprets kernels. So a family that changes is proven
-again, and so is one in which a function was replaced while the process runs; of PyTorch and the rest of transformers,
-the version alone counts. Proofs of classes that are written elsewhere, such as custom code of the Hub, are not kept.
+The key is a digest of the code of the module's class, its bases and the functions they call in transformers' models,
+losses and activations, of the module's attributes and sizes, the sources of this package, the versions of Python,
+PyTorch and transformers, and of whether Triton's interpreter is used. So changed code, also a function that was
+monkey-patched in this process, needs a new proof; for PyTorch and the rest of transformers, only the version counts.
+Proofs of classes from elsewhere, such as custom code of the Hub, are not cached.
 
-On disk, proofs are small JSON files in a hidden folder of Triton's cache directory, beside the kernels that they decide
-about. A file that cannot be read or written costs a proof, nothing else.
+On disk, proofs are small JSON files in a hidden folder of Triton's cache directory. If a file cannot be read or
+written, the proof is repeated.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ _log = logging.getLogger(__name__)
 _FOLDER = ".strata-proofs"
 _PACKAGE = Path(__file__).parents[1]
 _RECIPES: dict[str, type[Any]] = {cls.__name__: cls for cls in (Norm, Mlp, Experts, Rope, Head)}
-# Whose code the version stands for. Of transformers, what some edit or replace is read.
+# Packages whose version represents their code. Parts of transformers that users edit or replace are read.
 _RELEASED = frozenset({"torch", "transformers", *sys.stdlib_module_names})
 _READ = ("transformers.models.", "transformers.loss.", "transformers.activations")
-# Of a module, which change nothing that is proven: its place, and how its weights are stored.
+# Attributes of modules that do not affect a proof: layer index and storage format of weights.
 PLACES = frozenset({"layer_idx", "restore_weight"})
 
 _known: dict[str, Recipe | NotEqual] = {}
 
 
 class _Foreign(Exception):
-    """Something whose code or value cannot be told apart from others in another process."""
+    """A value or code that has no stable identity across processes."""
 
 
 def digest_of(operator: str, module: nn.Module, model: nn.Module) -> str | None:
-    """What the proof that `module`, a part of `model`, computes `operator` depends on; None if that cannot be told."""
+    """Key of the proof that `module`, part of `model`, equals `operator`; None if it cannot be cached."""
     reader = _Reader()
     try:
         reader.module(module)
         for child in module.children():
-            # What stands in the place of a linear layer is replaced by one in a proof.
+            # Replacements of linear layers are replaced by nn.Linear in a proof.
             if not hasattr(child, "in_features"):
                 reader.cls(original_class(child))
         if operator == "rope":
@@ -68,13 +68,13 @@ def digest_of(operator: str, module: nn.Module, model: nn.Module) -> str | None:
         _log.debug("%s: the proof of %s is not kept: %s", type(module).__name__, operator, reason)
         return None
     versions = (sys.version, torch.__version__, import_module("transformers").__version__, source_hash(_PACKAGE))
-    # The interpreter rounds otherwise.
+    # The interpreter rounds differently.
     interpreted = str(bool(knobs.runtime.interpret))
     return sha256("\n".join((operator, *versions, interpreted, *reader.lines)).encode()).hexdigest()
 
 
 def recall(digest: str) -> Recipe | NotEqual | None:
-    """The result of a proof that was made before; None if there was none."""
+    """The cached result of a proof, or None."""
     if digest not in _known:
         try:
             _known[digest] = _from_json(json.loads(_file(digest).read_text(encoding="utf-8")))
@@ -87,7 +87,7 @@ def recall(digest: str) -> Recipe | NotEqual | None:
 
 
 def keep(digest: str, result: Recipe | NotEqual) -> None:
-    """Keep the result of a proof, on disk too if its folder can be written."""
+    """Cache the result of a proof, also on disk if the folder is writable."""
     _known[digest] = result
     path = _file(digest)
     try:
@@ -126,14 +126,14 @@ def _from_json(text: dict[str, Any]) -> Recipe | NotEqual:
 
 
 class _Reader:
-    """Writes down modules, classes and functions as lines that are the same in every process."""
+    """Serializes modules, classes and functions to lines that are equal in every process."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self._seen: set[int] = set()
 
     def module(self, module: nn.Module) -> None:
-        """The class of a module, its attributes, the sizes of its weights, and its children as they print."""
+        """Add a module: class, attributes, sizes of weights, and repr of its children."""
         self.cls(original_class(module))
         attributes = {name: value for name, value in vars(module).items() if name not in INTERNALS | PLACES}
         for name in sorted(attributes):
@@ -147,7 +147,7 @@ class _Reader:
         self.lines.append(children)
 
     def cls(self, cls: type) -> None:
-        """The code of a class and of its bases."""
+        """Add the code of a class and its bases."""
         for base in cls.__mro__:
             self.lines.append(f"class {base.__module__}.{base.__qualname__}")
             if not _is_read(base.__module__) or id(base) in self._seen:
@@ -159,7 +159,7 @@ class _Reader:
                     self.value(name, inner)
 
     def value(self, name: str, value: Any) -> None:
-        """A function's code; anything else as it is."""
+        """Add a function's code, or any other value."""
         if isinstance(value, FunctionType):
             self.lines.append(name)
             self._function(value)
@@ -177,14 +177,14 @@ class _Reader:
             for key in sorted(value, key=repr):
                 self.value(repr(key), value[key])
         elif callable(getattr(value, "to_dict", None)):
-            # A configuration. The same model in another folder has the same proofs.
+            # A configuration, without the path of the model.
             fields = {k: v for k, v in value.to_dict().items() if k not in ("_name_or_path", "name_or_path")}
             self.value(f"{name} {type(value).__name__}", fields)
         else:
             raise _Foreign(f"{name} is a {type(value).__name__}")
 
     def _function(self, function: FunctionType) -> None:
-        """The code of a function, and of the functions that it calls by their names."""
+        """Add the code of a function and of the global functions that it calls."""
         home = function.__globals__.get("__name__", "")
         self.lines.append(f"def {home}.{function.__qualname__}")
         if id(function) in self._seen:
@@ -195,7 +195,7 @@ class _Reader:
             if isinstance(value, FunctionType):
                 self._function(value)
         if _is_read(home):
-            # What a closure holds beside functions, too.
+            # Including non-function values of a closure.
             for value in (*inside, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
                 self.lines.append(repr(value) if _is_plain(value) else type(value).__qualname__)
             self._code(function.__code__, function.__globals__)
@@ -214,7 +214,7 @@ class _Reader:
 
 
 def _is_read(home: str) -> bool:
-    """Whether the code of a Python module is written down; False for that which a version stands for."""
+    """Whether to add the code of a Python module; False if its package's version represents it."""
     if home.startswith(_READ):
         return True
     if home.partition(".")[0] not in _RELEASED:

@@ -1,4 +1,4 @@
-"""Small copies of a model's modules, with the code of their class, and comparing them with an operator."""
+"""Small copies of a model's modules, with their class's code, and their comparison with an operator."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from .structure import original_class
 # Features of a small copy, and the shape of its input.
 WIDTH = 16
 SHAPE = (2, 3, WIDTH)
-# The difference that fp32 may make, as a share of the largest value.
+# Tolerance in fp32, relative to the largest value.
 _ROUNDING = 5e-6
 
-# What every module has.
+# Attributes of every module.
 INTERNALS = frozenset(vars(nn.Module()))
 
 
 class NotEqual(Exception):
-    """Why a module keeps its own code."""
+    """A module is not equal to an operator; the message is the reason."""
 
 
 def seeded(seed: int = 0) -> torch.Generator:
-    """Random numbers that leave the caller's alone."""
+    """A seeded generator, independent of the global random state."""
     return torch.Generator("cpu").manual_seed(seed)
 
 
 def takes_one_tensor(cls: type[nn.Module]) -> bool:
-    """Whether the forward of `cls` has one parameter, which callers may pass by position."""
+    """Whether the forward of `cls` has exactly one parameter, which may be positional."""
     kinds = [parameter.kind for parameter in inspect.signature(cls.forward).parameters.values()]
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return len(kinds) == 2 and kinds[1] in by_position
 
 
 def copy_of(module: nn.Module, sizes: dict[int, int]) -> Any:
-    """An instance of the module's own class with its attributes, but without children and weights.
+    """An instance of the module's class with its attributes, without children and weights.
 
-    sizes: real size → that of the copy, where attributes hold one.
+    sizes: real size → size in the copy, replaced in attributes.
     """
     small: Any = object.__new__(original_class(module))
     nn.Module.__init__(small)
@@ -70,7 +70,7 @@ def random_linear(features: int, outputs: int, like: Any, random: torch.Generato
 
 
 def draws_random_numbers(small: nn.Module, x: Tensor) -> bool:
-    """Whether `small` does in training, as dropout does; comparing results would not show that of a low rate."""
+    """Whether `small` consumes random numbers in training (dropout); a low rate may not change the results."""
     with torch.random.fork_rng(devices=[]):
         before = torch.get_rng_state()
         small(x)
@@ -80,13 +80,13 @@ def draws_random_numbers(small: nn.Module, x: Tensor) -> bool:
 def is_equal(
     original: Callable[..., Any], ours: Callable[..., Any], *inputs: Tensor, weights: Sequence[Tensor] = ()
 ) -> bool:
-    """Whether both give the same values, and the same gradients of inputs and weights, in fp32 up to rounding."""
+    """Whether values, and gradients of inputs and weights, are equal up to fp32 rounding."""
     results = []
     for function in (original, ours):
         leaves = [x.clone().requires_grad_() for x in inputs]
         given = function(*leaves)
         outputs = given if isinstance(given, tuple) else (given,)
-        # Of another seed: the gradient of a norm vanishes along its own input.
+        # Another seed than the input's: a norm's gradient vanishes along its input.
         random = seeded(1)
         incoming = [torch.randn(y.shape, generator=random) for y in outputs]
         gradients = torch.autograd.grad(outputs, [*leaves, *weights], incoming, allow_unused=True)
@@ -96,9 +96,9 @@ def is_equal(
 
 
 def is_equal_module(small: nn.Module, forward: Callable[..., Any], x: Tensor, *, scales: Sequence[float]) -> bool:
-    """Whether `forward` is that of `small`: in training and evaluation, and on input of 2, 3 and 4 dimensions.
+    """Whether `forward` equals that of `small`, in training and evaluation mode, on 2-d, 3-d and 4-d input.
 
-    scales: of the input. Large ones show clamps and caps, small ones epsilons.
+    scales: input scales. Large ones reveal clamps and softcaps, small ones epsilons.
     """
     weights = list(small.parameters())
     for training, scale in product((True, False), scales):
@@ -110,7 +110,7 @@ def is_equal_module(small: nn.Module, forward: Callable[..., Any], x: Tensor, *,
         try:
             small(other)
         except (RuntimeError, ValueError, IndexError):
-            continue  # The family never calls it with such input.
+            continue  # The family's code does not support this input.
         if not is_equal(small, partial(forward, small), scales[0] * other, weights=weights):
             return False
     return True
@@ -121,6 +121,6 @@ def _is_close(expected: Tensor | None, given: Tensor | None) -> bool:
         return expected is given
     if (expected.shape, expected.dtype) != (given.shape, given.dtype):
         return False
-    # Sums of some ten products: rounding goes by the largest values, where a factor of 1.0001 shows already.
+    # Rounding errors of short sums are relative to the largest values; this still detects a factor of 1.0001.
     largest = expected.abs().max().item() if expected.numel() else 0.0
     return isfinite(largest) and torch.allclose(expected, given, rtol=1e-5, atol=_ROUNDING * largest)

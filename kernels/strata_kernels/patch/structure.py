@@ -1,4 +1,4 @@
-"""Find the parts of a model: the model inside its wrappers, the linear layer of its head, its activations."""
+"""Finds parts of a model: the model inside wrappers, the linear layer of the head, activation functions."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from ..ops.experts.experts_arguments import Function
 
-# Modules of the decorators in modeling files. Those of the package `kernels` replace a function by a module.
+# Modules of decorators in modeling files. Decorators of the package `kernels` replace a function by a module.
 _DECORATORS = ("transformers.utils.", "transformers.integrations.", "kernels.")
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """The class that `module` has when it is not patched."""
+    """The class of `module` before patching."""
     cls = type(module)
     if "_strata_original" in vars(cls):
         original: type[nn.Module] = vars(cls)["_strata_original"]
@@ -26,7 +26,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def recipe_of(module: nn.Module) -> Any:
-    """What the patched class of `module` computes, a recipe of `table.py`; None if it is not patched."""
+    """The recipe (`table.py`) of a patched module; None if it is not patched."""
     return getattr(type(module), "_strata_recipe", None)
 
 
@@ -44,7 +44,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def is_own(function: Any, module: str) -> bool:
-    """Whether `function` comes from the modeling file `module`, inside no other decorators than the file's own."""
+    """Whether `function` is from the modeling file `module`, with no decorators except the file's."""
     while function is not None:
         home = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
         if home != module and not home.startswith(_DECORATORS):
@@ -54,7 +54,7 @@ def is_own(function: Any, module: str) -> bool:
 
 
 def linear_head(head: nn.Module) -> nn.Linear:
-    """The linear layer that calling `head` runs: `head` itself, or the module that PEFT currently uses in its place.
+    """The linear layer that `head` runs: `head` itself, or the module that PEFT currently uses instead.
 
     Raises:
         ValueError: the head is not a plain linear layer, or has hooks.
@@ -75,10 +75,9 @@ def linear_head(head: nn.Module) -> nn.Linear:
 
 
 def _in_use(module: nn.Module) -> nn.Module:
-    """The module that calling `module` runs. PEFT keeps trained copies of a module, one per adapter.
+    """The module that `module` runs. PEFT's `modules_to_save` has one trained copy per adapter.
 
-    As in PEFT's forward, that is the copy of the active adapter, or the original if adapters are disabled or the active
-    one has no copy.
+    As in PEFT's forward: the copy of the active adapter, or the original if adapters are disabled or it has no copy.
     """
     if not (type(module).__module__.startswith("peft.") and hasattr(module, "modules_to_save")):
         return module
@@ -92,9 +91,9 @@ def _in_use(module: nn.Module) -> nn.Module:
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """Whether calling `module` is `torch.nn.functional.linear` with its weight and bias, without hooks.
+    """Whether `module(x)` is `torch.nn.functional.linear` with its weight and bias, without hooks.
 
-    False if PEFT or a quantization replaces it, a parallel strategy shards its weight, or hooks gather it.
+    False for PEFT or quantized layers, sharded weights, and weights that hooks gather.
     """
     plain = type(module) is nn.Linear and type(module.weight) in (nn.Parameter, Tensor)
     return plain and not is_hooked(module)
@@ -103,10 +102,9 @@ def is_plain_linear(module: nn.Module) -> bool:
 def activate_and_project(activate: Callable[..., Tensor], projection: nn.Module) -> Tensor:
     """`projection(activate())`, fused into one operator if the projection has no hooks.
 
-    A layer that computes with a shard of its weight may have a method `project_activation(activate)`, which passes the
-    shard.
+    A layer with a sharded weight may define `project_activation(activate)`, which passes the shard.
 
-    activate: an activation with all arguments bound except `weight` and `bias`, which fuse a projection.
+    activate: an activation operator with all arguments bound except `weight` and `bias`.
     """
     if is_plain_linear(projection):
         return activate(weight=projection.weight, bias=projection.bias)
@@ -118,16 +116,16 @@ def activate_and_project(activate: Callable[..., Tensor], projection: nn.Module)
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether something hangs on the call of `module`."""
+    """Whether `module` has hooks or an instance attribute `forward`."""
     if torch.nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
         return True
     hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     return "forward" in module.__dict__ or any(hooks)
 
 
-# Class → the function that it computes. "gelu_new", "gelu_fast" and "gelu_accurate" are the tanh approximation, written
-# in PyTorch. There is no ReLU: PyTorch keeps its result alone, which the projection keeps too, so that computing it
-# again would save no memory, and move six itemsizes per element in place of five.
+# Activation class → function name. "gelu_new", "gelu_fast" and "gelu_accurate" are the tanh approximation in PyTorch.
+# Not ReLU: PyTorch saves only its result, which the projection saves anyway, so that fusion would save no memory and
+# move 6 instead of 5 itemsizes per element.
 _FUNCTIONS = {
     "transformers.activations.SiLUActivation": "silu",
     "torch.nn.modules.activation.SiLU": "silu",
@@ -140,7 +138,7 @@ _FUNCTIONS = {
     "transformers.activations.QuickGELUActivation": "quick_gelu",
     "transformers.activations.ReLUSquaredActivation": "relu2",
 }
-# Operator → the functions that it computes, each with its keyword arguments.
+# Operator → its functions, each with the operator's keyword arguments.
 _OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "swiglu": {"silu": {}},
     "geglu": {"gelu": {"approximate": "none"}, "gelu_tanh": {"approximate": "tanh"}},
@@ -155,24 +153,24 @@ _OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def _function_of(activation: nn.Module) -> str | None:
-    """The name of the function that `activation` computes; None if no operator computes it."""
+    """The function name of `activation`; None if no operator computes it."""
     cls = type(activation)
     function = _FUNCTIONS.get(f"{cls.__module__}.{cls.__name__}")
-    # PyTorch's class computes both.
+    # nn.GELU computes both.
     return "gelu_tanh" if function == "gelu" and getattr(activation, "approximate", None) == "tanh" else function
 
 
 def activation_options(operator: str, activation: nn.Module) -> dict[str, Any] | None:
-    """The keyword arguments for `operator` to compute `activation`; None if it cannot."""
+    """The keyword arguments with which `operator` computes `activation`; None if it cannot."""
     function = _function_of(activation)
     return None if function is None else _OPTIONS[operator].get(function)
 
 
 def activation_function(activation: nn.Module) -> Function:
-    """The name by which `experts` takes an activation that it computes.
+    """The name of an activation in `experts`.
 
     Raises:
-        ValueError: it computes others.
+        ValueError: `experts` does not support it.
     """
     function: Any = _function_of(activation)
     if function in get_args(Function):
@@ -182,7 +180,7 @@ def activation_function(activation: nn.Module) -> Function:
 
 
 def activations_of(operator: str) -> str:
-    """The names of the activations that `operator` computes, as error messages list them."""
+    """The activations that `operator` computes, for error messages."""
     return _names(_OPTIONS[operator])
 
 

@@ -1,13 +1,13 @@
-"""How known families of transformers are patched: one row per `config.model_type`. Others: `discover`.
+"""Table of transformers' model families: one row per `config.model_type`. Other families: `discover`.
 
-All of them are decoders whose modeling file follows one naming scheme (`<Prefix>RMSNorm`, `<Prefix>MLP`,
-`<Prefix>Attention`, `<Prefix>ForCausalLM`) and whose attention calls the module's `apply_rotary_pos_emb`. A new row
-needs no code where that holds; `tests/kernels/test_patch.py` trains a small model of every row, patched and not.
+All are decoders whose modeling file follows one naming scheme (`<Prefix>RMSNorm`, `<Prefix>MLP`,
+`<Prefix>Attention`, `<Prefix>ForCausalLM`) and whose attention calls the module's `apply_rotary_pos_emb`. For
+such a family, a new row needs no code; `tests/kernels/test_patch.py` trains a small model of every row, patched and
+not.
 
-Two operators find no place here, since a module that is patched keeps being called as the family calls it, with its
-hooks. `qk_norm_rope`: attention calls two norms and then the rotation, which knows neither their weights nor their
-inputs; fusing them would take a copy of every family's attention. `add_rms_norm`: would take a copy of every family's
-layer, and a norm that is called no longer or whose result changes its type.
+Two operators are not used, because patched modules are still called by the family's code, with their hooks.
+`qk_norm_rope`: attention calls two norms, then the rotation, which has neither their weights nor their inputs; fusion
+would need a copy of every family's attention. `add_rms_norm` would need a copy of every family's layer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from ..ops.experts.experts_arguments import Gate
 from ..ops.norm.rms_norm import Cast
 
-# Activations of feed-forward layers with a gate, and of those without one. A family of the table has one of them.
+# Operators of gated feed-forward layers, and of ungated ones. A family of the table has one of them.
 GATED = ("swiglu", "geglu")
 UNGATED = ("relu_squared", "gelu", "silu")
 ACTIVATIONS = (*GATED, *UNGATED)
@@ -27,10 +27,11 @@ OPERATORS = ("rms_norm", "layer_norm", "rope", *ACTIVATIONS, "experts", "linear_
 
 @dataclass(frozen=True)
 class Norm:
-    """How the family writes RMSNorm: `x̂ * (offset + weight)`, where it rounds, and epsilon.
+    """The family's norm, `x̂ * (offset + weight)`.
 
-    eps: the attribute that holds epsilon, or epsilon itself.
-    center: the mean is subtracted, as in LayerNorm, which may have a bias.
+    eps: name of the attribute with epsilon, or its value.
+    offset, cast: as in `rms_norm`.
+    center: LayerNorm, which may have a bias, instead of RMSNorm.
     """
 
     eps: str | float = "variance_epsilon"
@@ -39,21 +40,20 @@ class Norm:
     center: bool = False
 
     def eps_of(self, module: Any) -> float:
-        """The epsilon of a norm of the family."""
+        """The epsilon of a norm module."""
         eps: float = getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
         return eps
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """How the family writes its feed-forward layer; whether it is built with that activation is seen on the module.
+    """The family's feed-forward layer; whether a module has this activation is checked on the module.
 
-    operator: of `GATED` for `down_proj(act(gate_proj(x)) * up_proj(x))`, of `UNGATED` for `down_proj(act(up_proj(x)))`,
-        with nothing around it.
+    operator: of `GATED` for `down_proj(act(gate_proj(x)) * up_proj(x))`, of `UNGATED` for `down_proj(act(up_proj(x)))`.
     packed: gate and up are the halves of one layer, named by `gate`, the gate first.
-    activation: the attribute that holds the activation; None if the forward calls SiLU by itself.
-    gate_multiplier, multiplier: attributes with what the gate and the layer's result are multiplied by, if they are.
-    gate, up, down: the attributes that hold the linear layers.
+    activation: attribute of the activation; None if forward calls SiLU itself.
+    gate_multiplier, multiplier: attributes of the factors of the gate and of the result; None for none.
+    gate, up, down: attributes of the linear layers.
     """
 
     operator: str = "swiglu"
@@ -68,11 +68,11 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Experts:
-    """How the family writes its experts, whose weights are parameters [E, ...] of one module.
+    """The family's experts, whose weights are parameters [E, ...] of one module.
 
-    gate_up, down: the attributes that hold the weights; those of biases end in `_bias`.
+    gate_up, down: attributes of the weights; those of biases end in `_bias`.
     transposed: the weights are [E, H, 2 * I] and [E, I, H].
-    activation: the attribute that holds the activation of the gate; None for SiLU.
+    activation: attribute of the gate's activation; None for SiLU.
     gate, alpha, limit, offset: as in `experts`.
     """
 
@@ -88,26 +88,26 @@ class Experts:
 
 @dataclass(frozen=True)
 class ExpertsAdapter:
-    """PEFT's wrapper of experts that adapts one of their weights (`target_parameters`)."""
+    """PEFT's wrapper of experts with an adapter of one of their weights (`target_parameters`)."""
 
 
 @dataclass(frozen=True)
 class Rope:
-    """The functions by which an attention's forward rotates queries and keys, each with the kind of its rotation."""
+    """(name, kind of `ROTATIONS`) of the functions that rotate queries and keys in an attention's forward."""
 
     functions: tuple[tuple[str, str], ...] = (("apply_rotary_pos_emb", "halves"),)
 
 
 @dataclass(frozen=True)
 class Head:
-    """How a causal model makes logits of the hidden states.
+    """How a causal model computes logits from hidden states.
 
-    body, head: the attributes that hold the model without its head, and the head.
-    softcap: the config's field with the cap on the logits, where it has one.
-    divisor, multiplier: the config's field by which the logits are divided or multiplied, where there is one.
-    balanced: its loss of routers, where the config asks for it, is `load_balancing_loss_func` of the modeling file.
-    labelled: the body is given the labels too (Gemma 3's builds its mask by them).
-    output: the class of the forward's output; None for `CausalLMOutputWithPast`.
+    body, head: attributes of the model without its head, and of the head.
+    softcap: config field of the softcap, or None.
+    divisor, multiplier: config fields of the divisor and multiplier of logits, or None.
+    balanced: the router loss, if enabled in the config, is `load_balancing_loss_func` of the modeling file.
+    labelled: the body receives the labels, too (Gemma 3's mask depends on them).
+    output: class of forward's output; None for `CausalLMOutputWithPast`.
     """
 
     body: str = "model"
@@ -120,7 +120,7 @@ class Head:
     output: type | None = None
 
 
-# What a patched module computes.
+# Description of the forward of a patched module.
 Recipe = Norm | Mlp | Experts | ExpertsAdapter | Rope | Head
 
 
@@ -128,11 +128,11 @@ Recipe = Norm | Mlp | Experts | ExpertsAdapter | Rope | Head
 class Row:
     """One model family.
 
-    mlp: None for a feed-forward layer of another kind.
+    mlp: None if no operator computes the feed-forward layer.
     interleaved: the rotation pairs adjacent features instead of the halves of a head.
-    softcap: the config's field with the cap on the logits; None for no cap.
-    divisor, multiplier: the config's fields by which logits are divided and multiplied; None for neither.
-    folder: the folder of the modeling file, if it differs from the model type.
+    softcap: config field of the softcap, or None.
+    divisor, multiplier: config fields of the divisor and multiplier of logits, or None.
+    folder: folder of the modeling file, if it differs from the model type.
     """
 
     model_type: str
@@ -147,12 +147,12 @@ class Row:
 
     @property
     def module(self) -> str:
-        """The modeling file's module."""
+        """Module name of the modeling file."""
         folder = self.folder or self.model_type
         return f"transformers.models.{folder}.modeling_{folder}"
 
     def recipe(self, operator: str) -> Recipe:
-        """What a module of this family that runs `operator` computes."""
+        """The recipe of a module of this family for `operator`."""
         if operator == "rms_norm":
             return self.norm
         if operator == "rope":
@@ -164,7 +164,7 @@ class Row:
 
     @property
     def operators(self) -> tuple[str, ...]:
-        """The operators that the engine replaces in this family."""
+        """The operators that are applied to this family."""
         return tuple(
             name
             for name in OPERATORS
@@ -174,7 +174,7 @@ class Row:
 
     @property
     def unsupported(self) -> tuple[str, ...]:
-        """The activations, if the family has a feed-forward layer of another kind."""
+        """The activation operators, if none computes the family's feed-forward layer."""
         return () if self.mlp is not None else ACTIVATIONS
 
 

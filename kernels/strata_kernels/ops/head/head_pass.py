@@ -1,10 +1,9 @@
 """A pass over the logits of a head: matrix products, and three loops over blocks of logits.
 
 Chunks of rows: a matrix product computes complete rows of logits z, the loss overwrites them with dz, and matrix
-    products
-compute dx = dz W and add dzᵀ x to dW. Panels: all rows at once, in blocks of columns whose logits stay in memory until
-the loss has the statistics of all columns; a 16-bit dW is rounded once. Columns: blocks of columns of rows whose
-statistics are already known, so that no logits are kept. `memory` chooses between the first two, and block sizes.
+products compute dx = dz W and add dzᵀ x to dW. Panels: all rows at once, in blocks of columns whose logits stay in
+memory until the loss has the statistics of all columns; a 16-bit dW is rounded once. Columns: blocks of columns of rows
+whose statistics are already known, so that no logits are kept. `memory` chooses between the first two, and block sizes.
 """
 
 from __future__ import annotations

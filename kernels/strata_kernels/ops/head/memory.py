@@ -1,9 +1,8 @@
 """Memory plan of losses over a head: buffers of logits, and the dtype in which dW accumulates.
 
 Accumulating dW in 16 bits over chunks of rows is less accurate than PyTorch, which rounds once: with three to five
-    chunks
-on language-model data, the maximum error against fp64 was up to three times PyTorch's. So, if memory allows, all rows
-are processed at once, and otherwise dW accumulates in fp32.
+chunks on language-model data, the maximum error against fp64 was up to three times PyTorch's. So, if memory allows, all
+rows are processed at once, and otherwise dW accumulates in fp32.
 
 Panels (all rows): dW's memory is unused before the first product for dW, so it can hold logits until then. Logits are
 split into panels of vocabulary columns, and dW is computed from the last panel to the first, so that it overwrites only
@@ -11,8 +10,7 @@ panels that are no longer needed. dW's memory holds the logits of H rows; panels
 
 Chunks of rows: all chunks use the same buffer. The first half of an fp32 dW is in the memory of the 16-bit result, so
 that the sum is converted in place. A loss that needs complete rows of two models' logits may copy its dz from the
-buffer
-into panels: then dW is one product per panel and needs no fp32.
+buffer into panels: then dW is one product per panel and needs no fp32.
 
 Columns: if the statistics of the rows are known from an earlier pass, blocks of columns are independent. All blocks use
 the same buffer, each computes its rows of dW in one product, and dx is accumulated in fp32.
