@@ -1,10 +1,10 @@
 """Compile, before training starts, exactly the kernels that training will launch.
 
-    plan = record(step)      run the real step on meta tensors and record its launches: no GPU, no memory, no compiler
+    plan = record(step)      run the real step on meta tensors and record its launches; no GPU, memory or compiler
     report = warmup(plan)    compile and load the kernels on the current GPU, in parallel; never raises
 
-`count_compiles` shows during training whether the plan was complete. `bake.bake` compiles a plan on a machine without a
-GPU. `plan_model.plan_model` makes a plan from a model's configuration.
+`count_compiles` counts the kernels that training compiles, i.e. those missing from the plan. `bake.bake` compiles a
+plan on a machine without a GPU. `plan_model.plan_model` makes a plan from a model's configuration.
 """
 
 from .compile import Compiled, Failed, WarmupReport, warmup

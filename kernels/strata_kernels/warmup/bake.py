@@ -1,8 +1,8 @@
-"""Compile a plan for GPUs that this machine does not have, into folders that pods read instead of compiling.
+"""Compile a plan for GPUs that this machine does not have, into Triton cache directories for other machines.
 
     (baked,) = bake(plan, ["sm_90"], Path("out"))      out/sm_90 is a Triton cache directory with a manifest
 
-New processes without a C compiler then read everything back, and `bake` raises if one of them has to compile.
+`bake` verifies that new processes without a C compiler load all kernels without compiling.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from .triton_cache import GROUP, add_digests, keys, load
 MANIFEST = "manifest.json"
 
 Progress = Callable[[int, int, str], None]
-"""A callback with the number of kernels done, the number of all, and the name of the last one."""
+"""Callback (kernels done, all kernels, name of the last one)."""
 
 
 @dataclass(frozen=True)
 class Baked:
-    """The folder of one architecture. `without_launchers` is the reason if it has no launchers, otherwise None."""
+    """Result for one architecture. without_launchers: the reason if there are no launchers, else None."""
 
     arch: str
     folder: Path
@@ -70,7 +70,7 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """The result of a task: the kernel's cache entry, and the reason if it has no launcher."""
+    """Result of a task: the kernel's cache entry, and the reason if there is no launcher."""
 
     result: Compiled | Failed
     entry: str = ""
@@ -82,8 +82,8 @@ def bake(
 ) -> list[Baked]:
     """Compile the plan for each of `archs` into the folder `out/<arch>`, and write a manifest there.
 
-    Use such a folder as Triton's cache directory; it may be read-only. After it is moved it has to be relocated
-    (`triton_cache.relocate`), because Triton stores absolute paths in it.
+    Use such a folder as TRITON_CACHE_DIR; it may be read-only. After moving it, call `triton_cache.relocate`, because
+    Triton stores absolute paths in it.
 
     Args:
         plan: from `record` or `plan_model`. Workers import the modules of its kernels.
@@ -93,7 +93,7 @@ def bake(
 
     Raises:
         ValueError: an architecture is unknown, the plan is empty, or a folder is not empty.
-        RuntimeError: there is no C compiler, or a compiled kernel is not found again.
+        RuntimeError: no C compiler, or a compiled kernel is not found in the cache.
     """
     if not plan:
         raise ValueError("the plan is empty: no kernel to bake")
@@ -140,7 +140,7 @@ def _run(tasks: list[_Task], library: Path, workers: int, read_only: bool, progr
         lost = [task for task in waiting if task not in outcomes]
         if not lost:
             break
-        # These were running or waiting when a worker died. Run the first alone: it may have crashed the worker.
+        # These were running or queued when a worker died. Run the first one alone: it may have crashed the worker.
         suspect, waiting = lost[0], lost[1:]
         alone = dict(_in_pool([suspect], library, 1, read_only))
         died = Failed(suspect.item.name, suspect.item.signature, "the compiler crashed, and its process with it")
@@ -151,7 +151,7 @@ def _run(tasks: list[_Task], library: Path, workers: int, read_only: bool, progr
 
 def _in_pool(tasks: list[_Task], library: Path, workers: int, read_only: bool) -> Iterator[tuple[_Task, _Outcome]]:
     """Yield the outcomes as workers finish, until a worker dies."""
-    # Spawned, not forked: torch has threads, and Triton keeps compiled kernels in memory.
+    # Spawn, not fork: torch has threads, and Triton caches compiled kernels in memory.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(workers, len(tasks)), context, _start_worker, (str(library), read_only)) as pool:
         try:
@@ -168,7 +168,7 @@ def _in_pool(tasks: list[_Task], library: Path, workers: int, read_only: bool) -
 def _start_worker(library: str, read_only: bool) -> None:
     """Initialize a worker process."""
     load_library(Path(library))
-    # Most of an entry's size is intermediate representations, which nobody reads.
+    # Omit intermediate representations, most of an entry's size, which are not used at run time.
     os.environ["TRITON_STORE_BINARY_ONLY"] = "1"
     if read_only:
         os.environ["CC"] = "/bin/false"
@@ -183,7 +183,7 @@ def _compile_in_worker(kernel: dict[str, Any], arch: str, folder: str) -> _Outco
         try:
             compiled, problem = compile_for_target(item, target_of(arch))
         except Exception as error:
-            # Compilers raise errors of many classes; all go into the manifest.
+            # Compilers raise many exception classes; all go into the manifest.
             return _Outcome(Failed(item.name, item.signature, _shorten(f"{type(error).__name__}: {error}", output())))
     result = Compiled(item.name, item.signature, time.perf_counter() - start, compiles.count == 0)
     return _Outcome(result, get_cache_manager(compiled.hash).key, problem)
@@ -191,7 +191,7 @@ def _compile_in_worker(kernel: dict[str, Any], arch: str, folder: str) -> _Outco
 
 @contextmanager
 def _captured_output() -> Iterator[Callable[[], str]]:
-    """Capture what this process and its children print, because compilers print a lot. Yields a reader of the text."""
+    """Capture the output of this process and its children; yields a function that returns the text."""
     with tempfile.TemporaryFile() as file:
         saved = [os.dup(number) for number in (1, 2)]
         for number in (1, 2):
@@ -266,7 +266,7 @@ def _files(entry: Path) -> dict[str, dict[str, Any]]:
 
 
 def built_with(plan: Plan) -> dict[str, str]:
-    """The versions that a cache of this plan is valid for. The keys of its entries depend on all of them except torch.
+    """The versions for which a cache of this plan is valid. Its keys depend on all of them except torch.
 
     triton, libtriton: the compiler; its wheels differ by Python version. python: the ABI of launchers. sources: a hash
     of the sources of the planned kernels and all functions that they call.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 PARTIAL_PREFIX = ".part-"
-"""Prefix of the names of files that are still being written, or were never finished."""
+"""Name prefix of files whose write has not finished, or was interrupted."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _walk(root: Path, prefix: str) -> Iterator[Blob]:
 
 
 class ObjectStorage:
-    """An object store through fsspec. All of them write whole objects atomically."""
+    """An object store through fsspec. Object stores write objects atomically."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -142,8 +142,8 @@ class ObjectStorage:
 def _url_to_fs(url: str, **options: Any) -> tuple[Any, str]:
     """`fsspec.core.url_to_fs(url, **options)`, by fsspec's own client of the scheme.
 
-    Other libraries register obstore's clients in the place of s3fs and gcsfs, as the SDK of Flyte 2 does when it is
-    imported. They reject these options.
+    Some libraries, e.g. the SDK of Flyte 2 on import, register obstore's clients instead of s3fs and gcsfs, which
+    reject these options.
     """
     from fsspec import core
     from fsspec.registry import get_filesystem_class, known_implementations

@@ -1,4 +1,4 @@
-"""Fill Triton's cache directory from images and a store, as Triton asks for entries.
+"""Fills Triton's cache directory on demand, from container images and a store.
 
     filler = CacheFiller(directory, images=[Path("/opt/kernels/sm_90")], store=store)
     with filler.installed():
@@ -44,7 +44,7 @@ class CacheFiller:
 
     directory: Triton's cache directory, the value of TRITON_CACHE_DIR.
     images: read-only cache directories, such as kernels baked into a container image.
-    store: has entries that are in none of the directories.
+    store: for entries that are in none of the directories.
     breaker: limits the time for the store, and skips it after a failure.
     """
 
@@ -53,7 +53,7 @@ class CacheFiller:
     store: Store | None = None
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     unwritable: str | None = None
-    """The error of a failed write to the directory; Triton will not find again what it could not write."""
+    """The error of a failed write to the directory; Triton will compile such entries again in other processes."""
     pushed: int = 0
     """Entries uploaded by `push`."""
 
@@ -66,7 +66,7 @@ class CacheFiller:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Let Triton look up entries through this filler, in all threads of the process, while the context is open."""
+        """Context manager in which Triton, in all threads of the process, looks up entries through this filler."""
         before, knobs.cache.manager_class = knobs.cache.manager_class, self._manager_class()
         try:
             with compile_listener(self._describe):
@@ -90,7 +90,7 @@ class CacheFiller:
         return {origin: found[origin] for origin in ORIGINS}
 
     def push(self) -> None:
-        """Upload to the store what Triton compiled, and trim the store to its size limit."""
+        """Upload entries that Triton compiled to the store, and trim the store to its size limit."""
         if (store := self.store) is None:
             return
         compiled = [key for key, origin in self._origins.items() if origin == "compiled"]
@@ -165,7 +165,7 @@ class CacheFiller:
         self._kernels[key] = describe_kernel(event["src"], event["metadata"])
 
     def _fetch(self, key: str) -> None:
-        """Copy the entry into the directory if an image or the store has it. Threads that want one key take turns."""
+        """Copy the entry into the directory if an image or the store has it. One thread at a time per key."""
         with self._lock:
             lock = self._key_locks.setdefault(key, threading.Lock())
         with lock:

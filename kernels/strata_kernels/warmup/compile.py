@@ -19,7 +19,7 @@ from .plan import Plan, Specialization
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel that is loaded: compiled now, or found in Triton's cache (`hit`)."""
+    """A loaded kernel: compiled now, or found in Triton's cache (`hit`)."""
 
     name: str
     signature: str
@@ -70,11 +70,11 @@ class WarmupReport:
 def warmup(plan: Plan, *, workers: int | None = None, timeout: float | None = None) -> WarmupReport:
     """Compile and load every kernel of the plan on the current CUDA device, with its launcher; never raises.
 
-    The results go into Triton's cache directory, which the processes of this pod read.
+    Compiled kernels are written to Triton's cache directory, which other processes of the pod read.
 
     Args:
         plan: from `record`.
-        workers: kernels at a time; default: one per CPU core that this process may use.
+        workers: number of threads; default: one per CPU core that this process may use.
         timeout: seconds; kernels that are not ready by then are reported as failed, and their threads continue.
 
     Returns:
@@ -94,7 +94,7 @@ def warmup(plan: Plan, *, workers: int | None = None, timeout: float | None = No
 
     def load(item: Specialization) -> None:
         with torch.cuda.device(index):
-            # Reading `run` builds the launcher, which may call the C compiler, and loads the binary onto the device.
+            # Accessing `run` builds the launcher, possibly with the C compiler, and loads the binary onto the device.
             assert item.compile().run is not None
 
     results = _compile_all(plan, load, workers or len(os.sched_getaffinity(0)), timeout)
@@ -145,6 +145,6 @@ def _compile_all(
 def _result(item: Specialization, future: Future[Compiled], timeout: float | None) -> Compiled | Failed:
     if not future.done() or future.cancelled():
         return Failed(item.name, item.signature, f"not ready after {timeout} s")
-    # Compilers raise errors of many classes; all go into the report, and training starts anyway.
+    # Compilers raise many exception classes; all go into the report, and training starts anyway.
     error = future.exception()
     return future.result() if error is None else Failed(item.name, item.signature, f"{type(error).__name__}: {error}")

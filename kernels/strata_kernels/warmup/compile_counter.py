@@ -1,4 +1,4 @@
-"""Count the kernels that Triton compiles, and those that it reads from its cache."""
+"""Counts the kernels that Triton compiles, and those that it reads from its cache."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Compile kernels for a GPU that this machine does not have.
 
-Triton asks its driver for the chip to compile for, and builds C extensions that link to the chip's driver library: a
-helper for the process and, up to version 3.6, a launcher for each signature. Here a stub driver replaces Triton's, and
-the extensions link to a stub library that defines CUDA's functions without implementing them. The stub has the soname
-of the real library, which is used instead when the extensions are loaded beside a GPU.
+Triton's driver provides the compilation target, and builds C extensions that link to the GPU's driver library: a helper
+and, up to version 3.6, a launcher per signature. Here a stub driver replaces Triton's, and extensions link to a stub
+library that defines CUDA's functions without implementing them. The stub has the soname of the real library, which is
+used instead on a machine with a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from triton.runtime import driver as triton_driver
 from .plan import Specialization
 
 _SONAME = "libcuda.so.1"
-# Folders of the driver library in pods: of NVIDIA's container toolkit on Debian and Red Hat images, and of GKE.
+# Folders of the driver library in pods: NVIDIA's container toolkit on Debian and Red Hat images, and GKE.
 _MULTIARCH = sysconfig.get_config_var("MULTIARCH") or "x86_64-linux-gnu"
 _LIBRARY_FOLDERS = (f"/lib/{_MULTIARCH}", f"/usr/lib/{_MULTIARCH}", "/lib64", "/usr/lib64", "/usr/local/nvidia/lib64")
 # CUDA_ERROR_NO_DEVICE
@@ -44,7 +44,7 @@ def target_of(arch: str) -> GPUTarget:
     if match := re.fullmatch(r"sm_(\d{2,3})", arch):
         return GPUTarget("cuda", int(match[1]), 32)
     if re.fullmatch(r"gfx[0-9a-f]{3,4}", arch):
-        # Wavefronts have 64 lanes on data center chips, 32 on others.
+        # Wavefronts have 64 lanes on data center GPUs, 32 on others.
         return GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
     raise ValueError(f"arch {arch!r} is unknown; use e.g. sm_90 (H100, H200), sm_100 (B200), gfx942 (MI300)")
 
@@ -69,7 +69,7 @@ class StubDriver:
         return self.target
 
     def get_current_device(self) -> str:
-        """The device that a kernel keeps its compiled versions by."""
+        """The key of a kernel's in-memory cache of compiled versions."""
         return f"{self.target.backend}:{self.target.arch}"
 
     def get_current_stream(self, device: str) -> int:
@@ -77,17 +77,17 @@ class StubDriver:
         return 0
 
     def map_python_to_cpp_type(self, name: str) -> str:
-        """As Triton's own driver."""
+        """As in Triton's driver."""
         return str(self.backend.ty_to_cpp(name))
 
     def build_launchers(self, compiled: Any) -> None:
-        """Build everything that the first launch of the kernel builds, or find it in the cache.
+        """Build everything that the first launch of the kernel would build, unless it is in the cache.
 
-        From Triton 3.8 on, the folder of the driver library is part of the key, so this builds for each folder in which
-        a pod may have it.
+        From Triton 3.8 on, the folder of the driver library is part of the key, so this builds for each folder that a
+        pod may use.
 
         Raises:
-            NoLauncherError: AMD's library is missing; Triton writes its path into what it builds.
+            NoLauncherError: AMD's library is missing, whose path Triton compiles into launchers.
         """
         if self.target.backend == "hip":
             try:
@@ -115,7 +115,7 @@ def library_folders() -> tuple[str, ...]:
 
 @contextmanager
 def stub_driver(target: GPUTarget) -> Iterator[StubDriver]:
-    """Let Triton compile for `target` in this process."""
+    """Context manager in which Triton compiles for `target` in this process."""
     before, triton_driver._active = triton_driver._active, (stub := StubDriver(target))
     try:
         yield stub
@@ -137,7 +137,7 @@ def build_library(scratch: Path) -> Path:
         raise RuntimeError("baking needs a C compiler, as Triton does: install gcc, or set CC")
     backend = Path(import_module("triton.backends.nvidia").__file__ or "").parent
     sources = [path.read_text(encoding="utf-8") for path in backend.iterdir() if path.suffix in (".py", ".c", ".h")]
-    # Without these definitions the linker would drop the library from the needed ones.
+    # Without these definitions, the linker would omit the library's NEEDED entry.
     names = sorted(set(re.findall(r"\bcu[A-Z]\w+", "\n".join(sources))))
     path = knobs.nvidia.libcuda_path
     library = (Path(path) if path and not (Path(path) / _SONAME).exists() else scratch) / _SONAME
@@ -150,7 +150,7 @@ def build_library(scratch: Path) -> Path:
 
 
 def load_library(library: Path) -> None:
-    """Let this process link extensions to the stub library, and load them."""
+    """Make this process link extensions to the stub library, and load them."""
     # The linker searches this after the folders on its command line, which need not exist.
     os.environ["LIBRARY_PATH"] = str(library.parent)
     # Extensions that are loaded later use the loaded library of this soname.
@@ -171,8 +171,8 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def compile_for_target(item: Specialization, target: GPUTarget) -> tuple[Any, str | None]:
-    """The kernel, compiled for `target` or found in the cache, and the reason if it has no launcher; see
-    `StubDriver.build_launchers`."""
+    """(the kernel, compiled for `target` or from the cache; the reason if there is no launcher, see
+    `StubDriver.build_launchers`)."""
     with stub_driver(target) as stub:
         compiled = item.compile()
         try:

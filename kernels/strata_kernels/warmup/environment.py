@@ -1,4 +1,4 @@
-"""The environment of a process in a store: the part that all of its Triton cache keys have in common."""
+"""The environment of a process in a store: the inputs common to all of its Triton cache keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triton.runtime.cache import triton_key
 
 
 def current_target() -> GPUTarget:
-    """The current GPU as a target of Triton. Triton's own driver would have to compile its helper first."""
+    """Triton's target for the current GPU, without Triton's driver, which would first compile its helper."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     if torch.version.hip is not None:
         return GPUTarget("hip", properties.gcnArchName.partition(":")[0], properties.warp_size)

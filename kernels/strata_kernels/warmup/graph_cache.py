@@ -3,8 +3,8 @@
 Inductor, AOTAutograd and the FX graph cache share one folder, TORCHINDUCTOR_CACHE_DIR. It contains pickled graphs, the
 Python and C++ generated from them, shared objects, and the Triton kernels of the graphs. None of it depends on the path
 of the folder. PyTorch finds an entry by a key of the graph, its inputs, PyTorch's sources, the device and the settings.
-The archive's name covers what this key leaves out. `environment` has the processor, for which C++ is compiled, and the
-sources of this package: a graph refers to operators by name, but contains their compiled backward formulas.
+The archive's name adds what this key omits: `environment` includes the CPU, for which C++ is compiled, and the sources
+of this package, because a graph refers to operators by name, but contains their compiled backward.
 
 **Loading a graph executes it**, pickles and shared objects alike; see `store`.
 """
@@ -27,7 +27,7 @@ from .store import ArchiveKind
 
 _SOURCES = Path(__file__).parents[1]
 Files = triton_cache.Files
-# Locks belong to running processes.
+# Lock files of running processes.
 _SKIPPED = frozenset({"locks"})
 
 
@@ -47,7 +47,7 @@ class GraphCounts:
 
 def graph_counts() -> GraphCounts:
     """The lookups of this process so far."""
-    # The import takes seconds, but a process that compiles has done it already.
+    # The import takes seconds, but processes that compile have already done it.
     from torch._dynamo.utils import counters
 
     inductor = counters["inductor"]
@@ -102,7 +102,7 @@ GRAPHS = ArchiveKind(_check, max_files=100_000, subfolders=True)
 
 
 def _processor() -> str:
-    """Model and instruction sets of the first core."""
+    """Model and instruction sets of the first CPU core."""
     wanted = ("model name", "flags", "Features", "CPU part")
     try:
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]

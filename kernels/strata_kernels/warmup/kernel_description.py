@@ -15,7 +15,7 @@ _OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg", "enable_fp_fusion"
 
 @dataclass(frozen=True)
 class KernelDescription:
-    """A kernel's name and its specialization: by argument, type and divisibility, constant, or option."""
+    """A kernel's name and specialization: types and divisibility of arguments, constants, options."""
 
     name: str
     values: Mapping[str, str]
@@ -59,7 +59,7 @@ def on_cache_miss(callback: Callable[[KernelDescription], None]) -> Iterator[Non
 
 
 def difference(missed: KernelDescription, planned: Iterable[KernelDescription]) -> str:
-    """How a kernel that was not planned differs from the most similar planned one."""
+    """The differences of an unplanned kernel from the most similar planned one."""
     named = [kernel for kernel in planned if kernel.name == missed.name]
     if not named:
         return "no kernel of this name was planned"

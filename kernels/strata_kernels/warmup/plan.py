@@ -2,11 +2,11 @@
 
 Triton compiles a kernel once per specialization: the types of its arguments, the values of its constexprs and options,
 whether each pointer is 16-byte aligned, and whether each integer is 1, a multiple of 16 or neither; for AMD also
-whether a tensor's memory is within 2 GiB. A plan contains the distinct specializations. It replaces each argument by a
-representative of its class, so that equal specializations compare equal.
+whether a tensor's memory is within 2 GiB. A plan contains the distinct specializations. It replaces each argument with
+a representative of its class, so that equal specializations compare equal.
 
-Nothing in a plan depends on the chip: the number of multiprocessors reaches a kernel as an argument that is not
-specialized, or as the size of the grid, never as a constexpr.
+A plan does not depend on the GPU: the number of multiprocessors is only an unspecialized kernel argument or the size of
+the grid, never a constexpr.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from strata_kernels.ops._launch import Call, keywords_on, recording
 
-# An integer that needs 64 bits, and the multiple that Triton specializes integers and pointers for.
+# An integer that needs 64 bits, and the divisor for which Triton specializes integers and pointers.
 _WIDE = 2**35
 _ALIGNMENT = 16
 # The largest memory that 32-bit offsets can address.
@@ -43,7 +43,7 @@ class Pointer:
         return 0 if self.aligned else 1
 
     def ptr_range(self) -> int:
-        """A memory size of this class; Triton calls this when it compiles for AMD."""
+        """A memory size of this class; Triton calls this method when compiling for AMD."""
         return _NEAR if self.near else _NEAR + 1
 
 
@@ -70,8 +70,8 @@ class Specialization:
         return self.kernel.warmup(grid=(1,), **dict(self.arguments), **dict(self.options))
 
     def on(self, backend: str) -> Specialization:
-        """The specialization that `backend`, "cuda" or "hip", compiles; equal if the backend does not distinguish
-        two."""
+        """The specialization that `backend`, "cuda" or "hip", compiles; equal for two that the backend does not
+        distinguish."""
         keywords = keywords_on(backend, dict((*self.arguments, *self.options)))
         arguments = tuple((name, _on(backend, keywords[name])) for name, _ in self.arguments)
         options = tuple((name, keywords[name]) for name, _ in self.options if name in keywords)
@@ -170,12 +170,12 @@ def _specialize(call: Call) -> Specialization:
     options = {name: value for name, value in call.kwargs.items() if name not in kernel.arg_names}
     values |= {name: value for name, value in call.kwargs.items() if name in kernel.arg_names}
     arguments = tuple((param.name, _representative(param, values)) for param in kernel.params if param.name in values)
-    # In the order of the launch, which is part of Triton's in-memory key.
+    # In the order of the launch keywords, which is part of Triton's in-memory key.
     return Specialization(kernel, arguments, tuple(options.items()))
 
 
 def _representative(param: Any, values: Mapping[str, Any]) -> Any:
-    """One value for all values that Triton specializes alike."""
+    """A representative of all values with the same specialization."""
     value = values[param.name]
     if param.is_constexpr or value is None or isinstance(value, bool):
         return value

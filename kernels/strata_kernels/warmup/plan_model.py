@@ -52,16 +52,16 @@ def plan_model(
 ) -> Plan:
     """Every kernel that a training step of the patched model launches: forward, loss, backward, optimizer step.
 
-    The plan is valid for every parallel strategy and with or without recomputation, because these launch no other
-    kernels.
+    The plan is valid for all parallel strategies, with or without activation checkpointing, because these launch no
+    other kernels.
 
     Args:
         config: from `load_config`, or of any causal model of transformers.
         dtype: the dtype of weights and hidden states in the layers (with FSDP, of the gathered weights): bf16 | fp16 |
             fp32.
-        batch: rows of a micro-batch.
-        length: tokens of a row.
-        adapter: only the linear layers are trained, as with LoRA, not norms, embeddings and head.
+        batch: sequences per micro-batch.
+        length: tokens per sequence.
+        adapter: LoRA adapters on the linear layers are trained; norms, embeddings and head are frozen.
 
     Raises:
         ImportError: transformers is not installed.
@@ -87,7 +87,7 @@ def plan_optimizer(
     Args:
         rounding: as in `adamw_step`.
         weights_alone: also the kernels of `weight_step`, which applies updates of another optimizer.
-        columns: also for shards with parts of rows, as in tensor parallelism.
+        columns: also for shards with incomplete rows, as in tensor parallelism.
         eight_bits: also the kernel of `adamw_8bit_step`.
     """
     tensor, step = torch.zeros(16, dtype=torch.bfloat16, device="meta"), torch.zeros((), device="meta")
@@ -107,7 +107,7 @@ def plan_optimizer(
 
 
 def _step_of_eight_bits(rounding: Rounding) -> None:
-    """A step of `adamw_8bit_step` on meta tensors of the size that most have: a multiple of 16 blocks."""
+    """A step of `adamw_8bit_step` on meta tensors with a multiple of 16 blocks, the common case."""
     weight, codes = (torch.zeros(4096, dtype=dtype, device="meta") for dtype in (torch.bfloat16, torch.uint8))
     scales = torch.zeros(16, device="meta")
     remainder = torch.zeros(4096, dtype=torch.int16, device="meta") if rounding == "master" else None
@@ -125,7 +125,7 @@ def record_training(model: PreTrainedModel, tokens: torch.Tensor) -> Plan:
         tokens: [rows, length], int64, on the meta device.
     """
     rows, length = tokens.shape
-    # An explicit mask, because transformers derives the mask of packed rows from values, which meta tensors lack.
+    # An explicit mask, because transformers computes that of packed sequences from values, which meta tensors lack.
     mask = torch.ones(rows, 1, length, length, dtype=torch.bool, device="meta")
     targets = torch.zeros((), dtype=torch.int64, device="meta")
 
@@ -145,7 +145,7 @@ def record_row_buckets(model: PreTrainedModel, positions: int, step: Callable[[i
     Args:
         model: on the meta device. The layers in `model.base_model` run in the first step only; later steps reuse their
             output.
-        positions: of the batch of a step.
+        positions: number of positions in a batch.
         step: called with `max_targets`; runs forward and backward pass.
     """
     plan = record(lambda: step(None))
@@ -157,7 +157,7 @@ def record_row_buckets(model: PreTrainedModel, positions: int, step: Callable[[i
 
 @contextmanager
 def _layers_run_once(model: PreTrainedModel) -> Iterator[None]:
-    """Let the layers of `model` return the output of their first pass in all later ones, detached."""
+    """Context manager in which the layers of `model` run once; later passes return the detached first output."""
     layers = model.base_model
     original = layers.forward
     outputs: list[Any] = []
@@ -183,7 +183,7 @@ def _train_linear_layers(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Linear) and module is not head:
             module.weight.requires_grad_()
-            # With an adapter in its place the layer is called, not fused with the activation before it.
+            # A hook, because a layer with an adapter is called, not fused with the activation before it.
             module.register_forward_hook(lambda *_: None)
 
 

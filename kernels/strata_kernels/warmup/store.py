@@ -2,9 +2,9 @@
 
     <root>/<environment>/<key>/<SHA-256 of the archive>-<signature>.tar.gz
 
-The environment is the part that all keys of a process have in common. The key of a kernel is Triton's own. An archive's
+The environment consists of the inputs common to all keys of a process. The key of a kernel is Triton's. An archive's
 name contains its SHA-256, so concurrent writers cannot conflict, and a reader detects a truncated file. Archives do not
-change. When the store exceeds its size limit, the archives that were not used for longest are removed.
+change. When the store exceeds its size limit, the least recently used archives are removed.
 
 **Pods execute what is in an archive**: kernels on the GPU, and shared objects in the process, as its user. Whoever can
 write to the store can do whatever the pods can. With a signing key, which readers and writers share, the store accepts
@@ -31,7 +31,7 @@ from .blob_storage import PARTIAL_PREFIX, Blob, BlobStorage
 UNSIGNED = "unsigned"
 
 _NAME = re.compile(rf"([0-9a-f]{{64}})-([0-9a-f]{{64}}|{UNSIGNED})\.tar\.gz")
-# Limit of an entry, uncompressed.
+# Maximum uncompressed bytes of an entry.
 _MAX_BYTES = 256 << 20
 # Age in seconds at which a used archive's modification time is refreshed.
 _REFRESH_AFTER = 24 * 3600.0
@@ -65,11 +65,11 @@ class Store:
 
     storage: a folder or an object store.
     environment: the folder of this process's archives, from `environment.environment` or `graph_cache.environment`.
-    signing_key: signs pushed archives; archives that it did not sign are rejected.
+    signing_key: signs pushed archives; archives without its signature are rejected.
     allow_unsigned: without a key, accept unsigned archives.
-    size_limit: bytes of the whole store, all environments included.
-    kind: the contents of its archives.
-    trusted: accept archives with any signature, for a folder of this machine.
+    size_limit: bytes of the store, all environments included.
+    kind: rules for the contents of its archives.
+    trusted: accept any signature, for a folder on this machine.
     """
 
     storage: BlobStorage
@@ -89,13 +89,13 @@ class Store:
         self._stale: dict[str, bytes] = {}
 
     def pull(self, key: str) -> triton_cache.Files | None:
-        """Read an entry; None if the store has no archive of it that it accepts. Raises errors of the storage."""
+        """Read an entry; None if the store has no acceptable archive of it. Raises errors of the storage."""
         for blob in self._of(key):
             try:
                 data = self._read(key, blob)
                 files = unpack(key, data, self.kind)
             except FileNotFoundError:
-                # Another pod has trimmed the store.
+                # Another pod has trimmed the store meanwhile.
                 continue
             except RejectedArchive as reason:
                 self.rejected[blob.name] = str(reason)
@@ -129,13 +129,13 @@ class Store:
         return [f"the store's archive {name} is rejected: {reason}" for name, reason in self.rejected.items()]
 
     def refresh_used(self) -> None:
-        """Write used archives again, once a day: object stores record the time of the last write only."""
+        """Rewrite used archives, at most once a day: object stores only record the time of the last write."""
         while self._stale:
             self.storage.write(*self._stale.popitem())
 
     def trim(self) -> int:
         """Remove the least recently used archives until the store is within its limit; returns their number."""
-        # The root may be a bucket with other files.
+        # The bucket may contain other files.
         ours = [blob for blob in self.storage.list("") if _is_ours(blob.name)]
         blobs = sorted(ours, key=lambda blob: blob.modified)
         over = sum(blob.size for blob in blobs) - self.size_limit

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class TimeBudget:
-    """Seconds that calls may take in total. Time in which several calls overlap counts once."""
+    """A limit on the total seconds of calls. Overlapping calls count once."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -28,7 +28,7 @@ class TimeBudget:
             return self._so_far()
 
     def call(self, function: Callable[[], T]) -> T:
-        """Return or raise what the function returns or raises.
+        """Call the function; returns its result or raises its exception.
 
         Raises:
             TimeoutError: the budget is spent. The call continues in a daemon thread, which does not delay the end of
@@ -63,9 +63,9 @@ def _run(function: Callable[[], T], result: Future[T]) -> None:
 
 @dataclass
 class CircuitBreaker:
-    """Calls to a store, until the first one fails or all of them together take longer than `seconds`.
+    """Circuit breaker for calls to a store: opens when a call fails, or when calls take more than `seconds` in total.
 
-    After that, calls return None at once: a store that is down would otherwise fail again for every kernel. The reason
+    When it is open, calls return None at once, so that a store that is down is not retried for every kernel. The reason
     is added to `problems`.
     """
 
@@ -90,7 +90,7 @@ class CircuitBreaker:
             return self._budget.call(function)
         except TimeoutError:
             reason = f"no answer within {self.seconds:g} s in all"
-        # Store clients raise errors of many classes; all go into the report.
+        # Store clients raise many exception classes; all go into the report.
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
         with self._lock:

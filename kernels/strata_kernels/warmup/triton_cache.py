@@ -2,12 +2,12 @@
 
 The directory has a folder per key. A kernel's folder holds the files of its compilation and a group file,
 `__grp__<name>.json`. Triton writes the group file last. It contains the absolute paths of the other files; if it is
-missing, or one of its paths is wrong, Triton compiles again. Triton looks up launchers, the driver helper and choices
-of the autotuner by name, without a group file.
+missing, or one of its paths is wrong, Triton compiles again. Triton looks up launchers, the driver helper and
+autotuning results by name, without a group file.
 
-Triton does not check what it reads: a file that a crashed machine left half written breaks the run that reads it. So
-this module writes a digest file beside an entry's files, with their SHA-256. `load` returns checked files only. An
-entry that Triton alone has written has no digest file; `load` then checks everything that the files themselves show.
+Triton does not validate files: one that a crashed machine left incomplete breaks the run that reads it. So this module
+writes a digest file with the SHA-256 of an entry's files. `load` only returns valid files. An entry written by Triton
+has no digest file; `load` then checks the consistency of the files.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class CorruptEntry(ValueError):
 
 
 def keys(directory: Path) -> list[str]:
-    """The keys of a cache directory, sorted; [] if the directory does not exist."""
+    """The keys in a cache directory, sorted; [] if the directory does not exist."""
     if not directory.is_dir():
         return []
     return sorted(entry.name for entry in os.scandir(directory) if entry.is_dir() and not entry.name.startswith("."))
@@ -95,7 +95,7 @@ def check(key: str, files: Mapping[str, bytes]) -> None:
 
 
 def store(directory: Path, key: str, files: Mapping[str, bytes]) -> None:
-    """Write an entry and its digests, safely beside readers and other writers of the entry.
+    """Write an entry and its digests; safe with concurrent readers and writers of the entry.
 
     Each file is written atomically, and the group file, which makes the entry valid, last.
 
@@ -105,7 +105,7 @@ def store(directory: Path, key: str, files: Mapping[str, bytes]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     contents = {name: data for name, data in files.items() if name != DIGESTS and not name.startswith(GROUP)}
     with locked_entry(directory, key):
-        # Otherwise an old group file would be valid for a mix of old and new files.
+        # Otherwise an old group file would refer to a mix of old and new files.
         _empty_groups(folder)
         for name, data in contents.items():
             write_atomically(folder / name, data)
@@ -175,7 +175,7 @@ def relocate_entry(directory: Path, key: str) -> int:
 def invalidate(directory: Path, key: str) -> None:
     """Make Triton compile a corrupt entry again. An entry that another process has repaired meanwhile is not changed.
 
-    The digest file stays, so that a process that is reading the entry at this moment still finds it corrupt.
+    The digest file stays, so that a process that is currently reading the entry still finds it corrupt.
 
     Raises OSError if the directory cannot be written.
     """
@@ -186,13 +186,13 @@ def invalidate(directory: Path, key: str) -> None:
         except CorruptEntry:
             _empty_groups(folder)
             for name in os.listdir(folder):
-                # If such a file is gone, Triton builds it.
+                # If such a file is missing, Triton builds it.
                 if name.endswith(UNGROUPED):
                     (folder / name).unlink(missing_ok=True)
 
 
 def _empty_groups(folder: Path) -> None:
-    """Make the group files list no files: a miss. Triton would fail if one were removed after it looked for it."""
+    """Make group files list no files, a cache miss. Removing one could make a concurrent lookup by Triton fail."""
     for name, data in _groups(folder).items():
         if data != _group({}):
             write_atomically(folder / name, _group({}))
@@ -218,7 +218,7 @@ def _read_folder(folder: Path) -> Files:
 
 
 def _is_complete(files: Mapping[str, bytes]) -> bool:
-    """Whether Triton would use the entry: it has a group file that lists files, or only files that need none."""
+    """Whether Triton would use the entry: a group file lists files, or all files need none."""
     groups = [data for name, data in files.items() if name.startswith(GROUP)]
     if groups:
         return any(data != _group({}) for data in groups)

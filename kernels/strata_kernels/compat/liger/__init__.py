@@ -1,6 +1,6 @@
-"""Strata for programs that call Liger-Kernel: `import liger_kernel` gives the surface of Liger-Kernel 0.8.5.
+"""Drop-in replacement for Liger-Kernel 0.8.5: `import liger_kernel` gives its API over Strata's operators.
 
-`install()` does it in this process. Programs that you do not start yourself find it by the distribution in
+`install()` enables it in this process. For programs whose code you cannot change, install the distribution in
 `kernels/compat`, which has the import name `liger_kernel`.
 
 Example:
@@ -22,9 +22,9 @@ __all__ = ["VERSION", "install", "uninstall"]
 
 
 def install() -> None:
-    """Let `import liger_kernel` find Strata in this process, even if Liger-Kernel is installed; at most once.
+    """Make `import liger_kernel` import Strata in this process, even if Liger-Kernel is installed; idempotent.
 
-    transformers, TRL and others ask for the metadata of `liger-kernel` before they use it: they get version 0.8.5.
+    transformers, TRL and others check the metadata of `liger-kernel` before they use it: they find version 0.8.5.
 
     Raises:
         RuntimeError: Liger-Kernel itself has been imported.
@@ -39,9 +39,9 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install()`: models are built as transformers does again, and `liger_kernel` is what is installed.
+    """Undo `install()`: new models are not patched, and `import liger_kernel` imports the installed package, if any.
 
-    Models that are patched stay so; `strata_kernels.unpatch_model` restores one.
+    Patched models stay patched; `strata_kernels.unpatch_model` restores one.
     """
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]
     for name in loaded():
@@ -52,7 +52,7 @@ def uninstall() -> None:
 
 
 def _ask_again() -> None:
-    """transformers remembers whether Liger-Kernel was there when it asked first."""
+    """Clear transformers' cache of whether Liger-Kernel is available."""
     asked = sys.modules.get("transformers.utils.import_utils")
     if asked is not None:
         asked.is_liger_kernel_available.cache_clear()

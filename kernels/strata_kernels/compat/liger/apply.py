@@ -1,8 +1,8 @@
-"""`liger_kernel.transformers.monkey_patch`: the functions that put the operators into models.
+"""`liger_kernel.transformers.monkey_patch`: the functions that patch models.
 
-Given a model, a function patches it (`strata_kernels.patch_model`). Without one, Liger replaces classes and functions
-of transformers, for every model of the process. Here the models of that type that are built from then on are patched
-at the end of their construction, in `post_init`, each by itself; `forget()` ends that.
+With a model, a function patches it by `strata_kernels.patch_model`. Without one, Liger replaces classes and functions
+of transformers for all models of the process; here, each model of that type that is constructed afterwards is patched
+in `post_init`, until `forget()`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ except ImportError as error:
 
 _log = logging.getLogger(__name__)
 
-# Model type → the settings that models of it are patched with when they are built.
+# Model type → settings with which new models of this type are patched.
 _requested: dict[str, dict[str, bool]] = {}
 _post_init: Callable[[Any], None] | None = None
 
@@ -50,18 +50,18 @@ def _apply(family: Family, given: dict[str, Any]) -> None:
 
 
 def _patch(model: Any, settings: dict[str, bool]) -> PatchReport:
-    """`patch_model` as the flags say, and the loss from logits where it is asked for."""
+    """`patch_model` by the flags; with `cross_entropy=True`, also sets the loss from logits."""
     _forget_loss(model)
     report = patch_model(model, exclude=excluded(settings))
     _log.log(logging.INFO if report.replaced else logging.WARNING, report.summary())
     if settings.get("cross_entropy") and _has_causal_loss(model):
-        # Of this model alone, where Liger replaces torch.nn.functional.cross_entropy.
+        # For this model only; Liger replaces torch.nn.functional.cross_entropy.
         model.loss_function = causal_lm_loss
     return report
 
 
 def _has_causal_loss(model: Any) -> bool:
-    # Looked up here, as the property of models without a loss warns.
+    # Not by `model.loss_function`, which warns for models without a loss.
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     has_own = "_loss_function" in vars(model)
@@ -69,7 +69,7 @@ def _has_causal_loss(model: Any) -> bool:
 
 
 def _forget_loss(model: nn.Module) -> None:
-    """A model's patch depends on the last call alone."""
+    """Remove the loss set by an earlier call: only the last call counts."""
     if vars(model).get("_loss_function") is causal_lm_loss:
         del model._loss_function
 
@@ -83,9 +83,9 @@ def causal_lm_loss(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """transformers' `ForCausalLMLoss` by `cross_entropy`, which reads 16-bit logits without a copy in fp32.
+    """transformers' `ForCausalLMLoss` by `cross_entropy`, without an fp32 copy of the logits.
 
-    logits: [B, T, V]; labels: [B, T], position t predicts label t + 1; or `shift_labels`, already shifted.
+    logits: [B, T, V]; labels: [B, T], position t predicts label t + 1; or shift_labels: [B, T], already shifted.
     """
     if shift_labels is None:
         assert labels is not None
@@ -95,11 +95,11 @@ def causal_lm_loss(
     return cross_entropy(rows, target, ignore_index=ignore_index, num_items=num_items_in_batch)
 
 
-# -- models that are not built yet
+# -- models constructed later
 
 
 def _hook() -> None:
-    """Let transformers' models look at `_requested` when they are built."""
+    """Wrap `post_init` of transformers' models to patch types in `_requested`."""
     global _post_init
     if _post_init is not None:
         return
@@ -111,7 +111,7 @@ def _hook() -> None:
         original(self)
         if _type_of(self) not in _requested:
             return
-        # From the outermost model inwards, as patching one takes the patch of those in it away.
+        # Outermost model first, because patching a model unpatches its submodules.
         for module in list(self.modules()):
             settings = _requested.get(_type_of(module))
             if settings is not None:
@@ -125,7 +125,7 @@ def _type_of(module: Any) -> str:
 
 
 def forget() -> None:
-    """Build models as transformers does again; those that are patched stay so."""
+    """Stop patching new models; patched models stay patched."""
     global _post_init
     _requested.clear()
     if _post_init is not None:
@@ -161,13 +161,13 @@ def __getattr__(name: str) -> Any:
 
 
 def _apply_liger_kernel(model_type: str, **kwargs: Any) -> None:
-    """Patch the models of `model_type` that are built from now on; other arguments than the family's are dropped."""
+    """Patch models of `model_type` that are constructed from now on; ignores flags that the family does not have."""
     if not model_type:
         _log.warning("no model type was given, so nothing is patched")
         return
     function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
     if function is None:
-        # Any family can be patched by its structure.
+        # Any family can be patched by structure.
         _requested[model_type] = settings_of(None, kwargs)
         _hook()
         return
@@ -176,7 +176,7 @@ def _apply_liger_kernel(model_type: str, **kwargs: Any) -> None:
 
 
 def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> None:
-    """Patch `model`. Flags of other families are dropped, as one configuration may serve several."""
+    """Patch `model`. Ignores flags of other families, because one configuration may serve several."""
     _warn_of_unknown(kwargs)
     model = unwrap(model)
     family = FAMILY_OF.get(_type_of(model))

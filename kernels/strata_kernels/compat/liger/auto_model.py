@@ -16,9 +16,9 @@ except ImportError as error:
 
 
 class AutoLigerKernelForCausalLM(transformers.AutoModelForCausalLM):  # type: ignore[misc]
-    """`transformers.AutoModelForCausalLM`, which patches the models that it returns, and no others.
+    """`transformers.AutoModelForCausalLM` that patches the models it returns, and no others.
 
-    Methods have the arguments of the base class, and the flags of the family's `apply_liger_kernel_to_*`.
+    Its methods have the arguments of the base class, and the flags of the family's `apply_liger_kernel_to_*`.
     """
 
     @classmethod
@@ -26,7 +26,7 @@ class AutoLigerKernelForCausalLM(transformers.AutoModelForCausalLM):  # type: ig
         """Load a model and patch it."""
         flags = {name: kwargs.pop(name) for name in FLAGS if name in kwargs}
         loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
-        # With output_loading_info=True a tuple.
+        # A tuple with output_loading_info=True.
         _apply_liger_kernel_to_instance(loaded[0] if isinstance(loaded, tuple) else loaded, **flags)
         return loaded
 

@@ -1,4 +1,4 @@
-"""What programs with a forward of their own call: the loss from hidden states, and a call inside of FSDP's forward."""
+"""Functions for programs with a custom forward: the loss from hidden states, and a call inside FSDP's forward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPTIONS = inspect.signature(liger_fused_linear_cross_entropy).parameters
 
 
 def unpack_cross_entropy_result(result: Tensor | tuple[Any, ...] | CrossEntropyOutput) -> Losses:
-    """The loss, z-loss, accuracy and predictions of what a loss returned; None for what is not in it."""
+    """(loss, z-loss, accuracy, predictions) from the result of a loss; None for missing ones."""
     if isinstance(result, CrossEntropyOutput):
         return result.loss, result.z_loss, result.token_accuracy, result.predicted_tokens
     found = result if isinstance(result, tuple) else (result,)
@@ -41,9 +41,9 @@ def fixed_fused_linear_cross_entropy(
     return_predicted_tokens: bool = False,
     **kwargs: Any,
 ) -> Tensor | CrossEntropyOutput:
-    """`linear_cross_entropy`: the mean, or the sum over `num_items_in_batch`. hidden_states: [N, H], target: [N].
+    """`linear_cross_entropy`: the mean, or the sum / `num_items_in_batch`. hidden_states: [N, H], target: [N].
 
-    The gradient of the weight is rounded once, whatever `accum_dtype`.
+    The weight gradient is rounded once; `accum_dtype` is ignored.
     """
     result = liger_fused_linear_cross_entropy(
         hidden_states, lm_head_weight, target, ignore_index=ignore_index, softcap=final_logit_softcapping,
@@ -73,7 +73,7 @@ def LigerForCausalLMLoss(
 ) -> Tensor | CrossEntropyOutput:
     """transformers' `ForCausalLMLoss` from hidden states [B, T, H]: position t predicts label t + 1 of [B, T].
 
-    Keywords that `liger_fused_linear_cross_entropy` does not have are dropped, as callers pass on what a model got.
+    Ignores keywords that `liger_fused_linear_cross_entropy` does not have: callers pass all keywords of the model.
     """
     if shift_labels is None:
         if labels is None:
@@ -88,14 +88,14 @@ def LigerForCausalLMLoss(
 
 
 class _FSDPForwardRedirection:
-    """`method(*args)` inside of the forward pass of a module that FSDP wraps, where its weights are gathered."""
+    """Calls `method(*args)` inside the forward of an FSDP-wrapped module, where its weights are gathered."""
 
     def __call__(self, wrapper_module: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What `method` returns."""
+        """The result of `method`."""
         wrapped = wrapper_module._fsdp_wrapped_module
 
         def once(*given: Any, **named: Any) -> Any:
-            # First, as the method may call the module's own forward.
+            # First restore forward, because the method may call it.
             del wrapped.forward
             return method(*given, **named)
 
@@ -115,9 +115,9 @@ def fused_linear_cross_entropy_forward(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Any, ...]:
-    """What `LigerFusedLinearCrossEntropyFunction.apply` returns, and the gradients of input, weight and bias.
+    """The results of `LigerFusedLinearCrossEntropyFunction.apply`, and the gradients of input, weight and bias.
 
-    Further arguments as there.
+    Further arguments as in `apply`.
     """
     learning = [t.detach().requires_grad_() for t in (_input, weight, bias) if t is not None]
     with torch.enable_grad():
@@ -131,5 +131,5 @@ def fused_linear_cross_entropy_forward(
 def fused_linear_cross_entropy_backward(
     grad_output: Tensor, grad_input: Tensor, grad_weight: Tensor | None, grad_bias: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """The gradients times that of the loss."""
+    """The gradients times grad_output."""
     return tuple(None if grad is None else grad * grad_output for grad in (grad_input, grad_weight, grad_bias))

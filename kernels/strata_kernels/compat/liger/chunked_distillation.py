@@ -1,6 +1,6 @@
-"""`liger_kernel.chunked_loss`: distillation from a teacher's head, mixed with the cross entropy of labels.
+"""`liger_kernel.chunked_loss`: distillation from a teacher's head, plus the cross entropy of labels.
 
-`chunk_size` and `compiled` change nothing.
+`chunk_size` and `compiled` are ignored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...ops.linear_cross_entropy import linear_cross_entropy
 from ...ops.linear_divergence.linear_jsd import linear_cosine_distance, linear_jsd
 from .options import WithOptions
 
-# The loss, or the loss and its two parts.
+# The loss, or the loss and its two terms.
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
@@ -24,9 +24,9 @@ def _distilled(
     labels: Tensor, bias: Tensor | None, teacher_bias: Tensor | None, hard: float, soft: float, ignore_index: int,
     separate: bool,
 ) -> Result:  # fmt: skip
-    """`hard` times the cross entropy of the labels and `soft` times the distance, means over the same rows."""
+    """`hard` · cross entropy of the labels + `soft` · distance, means over the same rows."""
     if teacher_weight.shape[0] > weight.shape[0]:
-        # Liger's logit of a token that the student has not is 0.
+        # In Liger, the student's logit of a token that it lacks is 0.
         missing = teacher_weight.shape[0] - weight.shape[0]
         padded = torch.cat((weight, weight.new_zeros(missing, weight.shape[1])))
         padded_bias = None if bias is None else torch.cat((bias, bias.new_zeros(missing)))
@@ -45,7 +45,7 @@ def _distilled(
 
 
 class LigerFusedLinearCosineSimilarityFunction:
-    """`linear_cosine_distance` times `beta`, and the cross entropy of labels."""
+    """`beta` · `linear_cosine_distance`, and the cross entropy of labels."""
 
     @staticmethod
     def apply(
@@ -87,7 +87,7 @@ class LigerFusedLinearJSDFunction:
 
 
 class LigerFusedLinearCosineSimilarityLoss(WithOptions):
-    """`LigerFusedLinearCosineSimilarityFunction` with its options."""
+    """`LigerFusedLinearCosineSimilarityFunction` as a module."""
 
     function: Any = LigerFusedLinearCosineSimilarityFunction
     defaults = {  # noqa: RUF012
@@ -113,7 +113,7 @@ class LigerFusedLinearCosineSimilarityLoss(WithOptions):
 
 
 class LigerFusedLinearJSDLoss(LigerFusedLinearCosineSimilarityLoss):
-    """`LigerFusedLinearJSDFunction` with its options."""
+    """`LigerFusedLinearJSDFunction` as a module."""
 
     function: Any = LigerFusedLinearJSDFunction
 

@@ -1,8 +1,8 @@
-"""`liger_kernel.chunked_loss`: losses of pairs of answers and of single ones, over a head, without logits in memory.
+"""`liger_kernel.chunked_loss`: preference losses over an LM head; logits are never all materialized.
 
 Log-probabilities of tokens come from `linear_logprobs`, formulas from `strata_kernels.preference`. `chunk_size` and
-`compiled` change nothing. Beside the loss, Liger returns figures for logs; means of logits come from sums of hidden
-states and of the head's weight, in fp32.
+`compiled` are ignored. Like Liger's, the functions also return metrics for logging; mean logits are computed from sums
+of hidden states and of the head's weight, in fp32.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ...ops.linear_cross_entropy.linear_logprobs import linear_logprobs
 from ...preference import PairLoss, cpo_losses, dpo_losses
 from .options import WithOptions
 
-# The loss, then log-probabilities, mean logits, negative log-likelihood and rewards, without gradients.
+# (loss, metrics without gradients: log-probabilities, mean logits, negative log-likelihood, rewards).
 Result = tuple[Tensor, tuple[Tensor, ...]]
 
 
 def _answers(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int, average: bool
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the answers, [B], summed over their tokens or their mean, and of the tokens, [B, T]."""
+    """(log-probabilities of the answers [B], sum or mean over their tokens; of the tokens [B, T])."""
     tokens = linear_logprobs(x, weight, target, bias=bias, ignore_index=ignore_index)
     answers = tokens.sum(-1)
     return answers / (target != ignore_index).sum(-1) if average else answers, tokens
@@ -31,7 +31,7 @@ def _answers(
 
 @torch.no_grad()
 def _sum_of_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[B]: over tokens and vocabulary. Logits are linear in hidden states."""
+    """Sums of logits over tokens and vocabulary, [B], by linearity in the hidden states."""
     sums = x.sum(1, dtype=torch.float32) @ weight.sum(0, dtype=torch.float32)
     return sums if bias is None else sums + x.shape[1] * bias.sum(dtype=torch.float32)
 
@@ -40,7 +40,7 @@ def _pairs(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int, average: bool,
     nll_target: Tensor | None = None, with_nll: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:  # fmt: skip
-    """Chosen and rejected answers, [B] each, the negative log-likelihood of the chosen, and the figures of Liger."""
+    """(chosen and rejected log-probabilities [B] each, negative log-likelihood of the chosen, Liger's metrics)."""
     answers, tokens = _answers(x, weight, target, bias, ignore_index, average)
     chosen, rejected = answers.chunk(2)
     nll = answers.new_zeros(())
@@ -65,7 +65,7 @@ class LigerFusedLinearDPOFunction:
         average_log_prob: bool = False, chunk_size: int = 1, loss_type: PairLoss = "sigmoid",
         label_smoothing: float = 0.0, discopop_tau: float = 0.05, alpha: float = 1.0,
     ) -> Result:  # fmt: skip
-        """_input: [2 B, T, H], chosen answers first; target: [2 B, T] → the loss and Liger's figures."""
+        """_input: [2 B, T, H], chosen answers first; target: [2 B, T] → the loss and Liger's metrics."""
         chosen, rejected, nll, figures = _pairs(
             _input, weight, target, bias, ignore_index, average_log_prob, with_nll=compute_nll_loss
         )
@@ -75,7 +75,7 @@ class LigerFusedLinearDPOFunction:
             with torch.no_grad():
                 reference, _ = _answers(ref_input, ref_weight, target, ref_bias, ignore_index, average_log_prob)
         ratios = [answers - r for answers, r in zip((chosen, rejected), reference.chunk(2), strict=True)]
-        # Liger smooths in these alone.
+        # Liger applies label smoothing only in these.
         smoothing = label_smoothing if loss_type in ("exo_pair", "robust") else 0.0
         losses = dpo_losses(
             chosen, rejected, *reference.chunk(2), loss=loss_type, beta=beta, label_smoothing=smoothing,
@@ -94,7 +94,7 @@ class LigerFusedLinearCPOFunction:
         beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0, compute_nll_loss: bool = True,
         compiled: bool = True, average_log_prob: bool = False, chunk_size: int = 1,
     ) -> Result:  # fmt: skip
-        """_input: [2 B, T, H], chosen answers first; target: [2 B, T] → the loss and Liger's figures."""
+        """_input: [2 B, T, H], chosen answers first; target: [2 B, T] → the loss and Liger's metrics."""
         chosen, rejected, nll, figures = _pairs(
             _input, weight, target, bias, ignore_index, average_log_prob, with_nll=compute_nll_loss
         )
@@ -111,7 +111,7 @@ class LigerFusedLinearSimPOFunction:
         beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0, compute_nll_loss: bool = False,
         compiled: bool = True, gamma: float = 0.5, chunk_size: int = 1,
     ) -> Result:  # fmt: skip
-        """_input: [2 B, T, H], chosen answers first; target: [2 B, T] → the loss and Liger's figures."""
+        """_input: [2 B, T, H], chosen answers first; target: [2 B, T] → the loss and Liger's metrics."""
         chosen, rejected, nll, figures = _pairs(
             _input, weight, target, bias, ignore_index, average=True, with_nll=compute_nll_loss
         )
@@ -128,7 +128,7 @@ class LigerFusedLinearORPOFunction:
         beta: float = 0.1, compute_nll_loss: bool = True, nll_target: Tensor | None = None, compiled: bool = True,
         chunk_size: int = 1,
     ) -> Result:  # fmt: skip
-        """_input: [2 B, T, H], chosen answers first; target: [2 B, T] → the loss and Liger's figures."""
+        """_input: [2 B, T, H], chosen answers first; target: [2 B, T] → the loss and Liger's metrics."""
         chosen, rejected, nll, figures = _pairs(
             _input, weight, target, bias, ignore_index, True, nll_target, with_nll=compute_nll_loss
         )
@@ -139,7 +139,7 @@ class LigerFusedLinearORPOFunction:
 
 
 class LigerFusedLinearKTOFunction:
-    """KTO: single answers that are desirable or not."""
+    """KTO: single answers, desirable or undesirable."""
 
     @staticmethod
     def apply(
@@ -148,7 +148,7 @@ class LigerFusedLinearKTOFunction:
         kl: Tensor | None = None, ignore_index: int = -100, beta: float = 0.1, compiled: bool = True,
         use_ref_model: bool = True, average_log_prob: bool = False, chunk_size: int = 1,
     ) -> Result:  # fmt: skip
-        """_input: [B, T, H]; target: [B, T]; preference_labels: [B], bool → the loss and sums of Liger's figures."""
+        """_input: [B, T, H]; target: [B, T]; preference_labels: [B], bool → the loss and sums of Liger's metrics."""
         answers, _ = _answers(_input, weight, target, bias, ignore_index, average_log_prob)
         ratios = answers
         if use_ref_model:
@@ -165,7 +165,7 @@ class LigerFusedLinearKTOFunction:
 
 
 class LigerFusedLinearDPOLoss(WithOptions):
-    """`LigerFusedLinearDPOFunction` with its options."""
+    """`LigerFusedLinearDPOFunction` as a module."""
 
     function: Any = LigerFusedLinearDPOFunction
     defaults = {  # noqa: RUF012
@@ -177,7 +177,7 @@ class LigerFusedLinearDPOLoss(WithOptions):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         loss, smoothing = self.options["loss_type"], self.options["label_smoothing"]
-        # In Liger's words, which callers may look for.
+        # Liger's message, which callers may match.
         if loss not in get_args(PairLoss):
             raise ValueError(f"Unsupported loss_type: {loss}; known are {', '.join(get_args(PairLoss))}")
         if loss == "exo_pair" and smoothing <= 0.0:
@@ -201,7 +201,7 @@ class LigerFusedLinearDPOLoss(WithOptions):
 
 
 class LigerFusedLinearCPOLoss(WithOptions):
-    """`LigerFusedLinearCPOFunction` with its options."""
+    """`LigerFusedLinearCPOFunction` as a module."""
 
     function: Any = LigerFusedLinearCPOFunction
     defaults = {  # noqa: RUF012
@@ -216,7 +216,7 @@ class LigerFusedLinearCPOLoss(WithOptions):
 
 
 class LigerFusedLinearSimPOLoss(LigerFusedLinearCPOLoss):
-    """`LigerFusedLinearSimPOFunction` with its options."""
+    """`LigerFusedLinearSimPOFunction` as a module."""
 
     function: Any = LigerFusedLinearSimPOFunction
     defaults = {  # noqa: RUF012
@@ -226,7 +226,7 @@ class LigerFusedLinearSimPOLoss(LigerFusedLinearCPOLoss):
 
 
 class LigerFusedLinearORPOLoss(WithOptions):
-    """`LigerFusedLinearORPOFunction` with its options."""
+    """`LigerFusedLinearORPOFunction` as a module."""
 
     function: Any = LigerFusedLinearORPOFunction
     defaults = {  # noqa: RUF012
@@ -247,7 +247,7 @@ class LigerFusedLinearORPOLoss(WithOptions):
 
 
 class LigerFusedLinearKTOLoss(WithOptions):
-    """`LigerFusedLinearKTOFunction` with its options."""
+    """`LigerFusedLinearKTOFunction` as a module."""
 
     function: Any = LigerFusedLinearKTOFunction
     defaults = {  # noqa: RUF012
@@ -267,7 +267,7 @@ class LigerFusedLinearKTOLoss(WithOptions):
         ref_bias: Tensor | None = None,
         kl: Tensor | None = None,
     ) -> Result:
-        """As `LigerFusedLinearKTOFunction.apply`, in Liger's order of this module."""
+        """As `LigerFusedLinearKTOFunction.apply`, with the argument order of Liger's module."""
         if preference_labels is None:
             raise ValueError("preference_labels is missing: [B], True for desirable answers")
         result: Result = self.call(

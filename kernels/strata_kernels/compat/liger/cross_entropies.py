@@ -15,13 +15,13 @@ from ...ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entro
 from ...ops.linear_cross_entropy.linear_logprobs import linear_logprobs, linear_logprobs_with_entropy
 from .options import WithOptions
 
-# Loss, z-loss, accuracy and predictions; the last three where they are asked for.
+# (loss, z-loss, accuracy, predictions); None for what is not requested.
 Losses = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 @dataclass
 class CrossEntropyOutput:
-    """A loss, and what was asked for beside it."""
+    """A loss and the other requested results."""
 
     loss: Tensor
     z_loss: Tensor | None = None
@@ -30,7 +30,7 @@ class CrossEntropyOutput:
 
 
 def _output(losses: tuple[Any, ...]) -> Tensor | CrossEntropyOutput:
-    """The loss alone, or all if one of the others is there."""
+    """The loss only, or a `CrossEntropyOutput` if another result was requested."""
     loss: Tensor = losses[0]
     return loss if all(other is None for other in losses[1:]) else CrossEntropyOutput(*losses)
 
@@ -46,9 +46,9 @@ def _losses(
     token_accuracy: bool,
     predicted_tokens: bool,
 ) -> Losses:
-    """The losses by an operator and its form with predictions.
+    """`Losses` by an operator and its variant with predictions.
 
-    tensors: the operators' first arguments, of which the target is the last.
+    tensors: leading arguments of the operators; the target is the last.
     """
     target, ignore_index, reduction = tensors[-1], options["ignore_index"], options["reduction"]
     if reduction == "mean":
@@ -61,7 +61,7 @@ def _losses(
         loss = operator(*tensors, z_loss=z_loss_scale, **options)
     if z_loss:
         with torch.no_grad():
-            # The z-loss is linear in its scale. At its own, a thousandth of the loss, a difference would be rounding.
+            # The z-loss is linear in its scale. With the small original scale, the difference would be rounding error.
             squares = operator(*tensors, z_loss=z_loss_scale + 1.0, **options) - loss
             found = (z_loss_scale * squares).to(tensors[0].dtype)
     if token_accuracy:
@@ -72,7 +72,7 @@ def _losses(
 
 
 def _divisor(target: Tensor, class_weight: Tensor | None, ignore_index: int) -> Tensor:
-    """Of a mean over the targets that count, 1 if none does: Liger's mean over nothing is 0, not NaN."""
+    """The divisor of the mean; 1 if all targets are ignored: Liger's mean is then 0, not NaN."""
     counted = target != ignore_index
     if class_weight is None:
         return counted.sum().clamp(min=1)
@@ -81,7 +81,7 @@ def _divisor(target: Tensor, class_weight: Tensor | None, ignore_index: int) -> 
 
 
 class LigerCrossEntropyFunction:
-    """`cross_entropy`. With a weight per class, the mean of the z-loss is weighted as that of the cross entropy."""
+    """`cross_entropy`. With class weights, the mean of the z-loss has the same weighted divisor."""
 
     @staticmethod
     def apply(
@@ -110,7 +110,7 @@ class LigerCrossEntropyFunction:
 
 
 class LigerFusedLinearCrossEntropyFunction:
-    """`linear_cross_entropy`. The gradient of the weight is rounded once, whatever `accum_dtype`."""
+    """`linear_cross_entropy`. The weight gradient is rounded once; `accum_dtype` is ignored."""
 
     @staticmethod
     def apply(
@@ -199,7 +199,7 @@ def liger_fused_linear_cross_entropy(
 
 
 class LigerFusedLinearScaledCrossEntropyFunction:
-    """`linear_logprobs`: the negative log-probability of each token at a temperature, and its entropy if asked for."""
+    """`linear_logprobs`: negative log-probability of each token at a temperature, and optionally its entropy."""
 
     @staticmethod
     def apply(
@@ -212,7 +212,7 @@ class LigerFusedLinearScaledCrossEntropyFunction:
         return_entropy: bool = False,
         selected_token_ids: None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """_input: [N, H], weight: [V, H], target: [N] → [N], or a pair of them."""
+        """_input: [N, H], weight: [V, H], target: [N] → [N], or two tensors [N]."""
         if selected_token_ids is not None:
             raise ValueError("selected_token_ids is not provided: pass logits to strata_kernels.selective_log_softmax")
         options: dict[str, Any] = {"temperature": temperature, "ignore_index": ignore_index}
@@ -223,7 +223,7 @@ class LigerFusedLinearScaledCrossEntropyFunction:
 
 
 class LigerCrossEntropyLoss(WithOptions):
-    """`liger_cross_entropy` with its options."""
+    """`liger_cross_entropy` as a module."""
 
     function: Any = LigerCrossEntropyFunction
     defaults = {  # noqa: RUF012
@@ -232,12 +232,12 @@ class LigerCrossEntropyLoss(WithOptions):
     }  # fmt: skip
 
     def forward(self, _input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
-        """_input: [N, V], target: [N] → the loss, or `CrossEntropyOutput` if more is asked for."""
+        """_input: [N, V], target: [N] → the loss, or `CrossEntropyOutput` if more is requested."""
         return _output(self.call(_input, target))
 
 
 class LigerFusedLinearCrossEntropyLoss(WithOptions):
-    """`liger_fused_linear_cross_entropy` with its options."""
+    """`liger_fused_linear_cross_entropy` as a module."""
 
     function: Any = LigerFusedLinearCrossEntropyFunction
     defaults = {  # noqa: RUF012
@@ -249,5 +249,5 @@ class LigerFusedLinearCrossEntropyLoss(WithOptions):
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None
     ) -> Tensor | CrossEntropyOutput:
-        """lin_weight: [V, H], _input: [N, H], target: [N] → the loss, or `CrossEntropyOutput` if more is asked for."""
+        """lin_weight: [V, H], _input: [N, H], target: [N] → the loss, or `CrossEntropyOutput` if more is requested."""
         return _output(self.call(_input, lin_weight, target, bias))

@@ -1,4 +1,4 @@
-"""`liger_kernel.utils`: on which device a program runs."""
+"""`liger_kernel.utils`: the device type of this process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def is_peft_available() -> bool:
 
 
 def is_npu_available() -> bool:
-    """Whether torch sees an Ascend NPU, on which the operators run in plain PyTorch."""
+    """Whether an Ascend NPU is available; the operators run there in plain PyTorch."""
     npu = getattr(torch, "npu", None)
     return npu is not None and bool(npu.is_available())
 
 
 def infer_device() -> str:
-    """The type of the accelerator, "cpu" without one."""
+    """The device type of the accelerator; "cpu" without one."""
     if torch.cuda.is_available():
         return "cuda"
     if is_npu_available():

@@ -1,4 +1,4 @@
-"""`liger_kernel.functional`: the operators with Liger's choice of implementations, of which there is one here."""
+"""`liger_kernel.functional`: the operators with Liger's arguments for implementations, of which Strata has one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CHOICES = ("impl", "mode", "backend")
 
 
 def _with_choice(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with the keywords by which Liger's callers choose an implementation, which change nothing."""
+    """`function` with Liger's keywords that choose an implementation, which are ignored."""
 
     @wraps(function)
     def call(

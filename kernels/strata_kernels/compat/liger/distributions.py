@@ -22,7 +22,7 @@ class LigerSparsemaxFunction:
 
     @staticmethod
     def apply(x: Tensor, dim: int) -> Tensor:
-        """x, and the axis whose values become a distribution → the shape of x."""
+        """x: any shape; dim: axis of the distributions → the shape of x."""
         return sparsemax(x.transpose(dim, -1)).transpose(dim, -1)
 
 

@@ -1,4 +1,4 @@
-"""Liger's divergences from a teacher: of probabilities, of their logarithms, of logits and of hidden states."""
+"""Liger's divergences from a teacher: of probabilities, log-probabilities, logits and hidden states."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...ops.linear_divergence.linear_jsd import linear_jsd
 
 
 def _items(rows: Tensor, target: Tensor | None, ignore_index: int) -> Tensor | int:
-    """The divisor of a mean over rows: Liger's mean over none is 0."""
+    """The divisor of the mean over rows; 1 if all are ignored: Liger's mean is then 0."""
     return len(rows) if target is None else (target != ignore_index).sum().clamp(min=1)
 
 
@@ -32,7 +32,7 @@ class LigerJSDFunction:
     ) -> Tensor:
         """_input, target: [N, V], log-probabilities of student and teacher; shift_labels: [N] → a scalar."""
         items = _items(_input, shift_labels, ignore_index)
-        # Liger takes a teacher that asks for a gradient, and gives it none.
+        # Liger accepts a teacher that requires grad, without computing its gradient.
         loss = jsd(
             _input, target.detach(), shift_labels, beta=beta, normalized=True, ignore_index=ignore_index,
             num_items=items,
@@ -41,7 +41,7 @@ class LigerJSDFunction:
 
 
 class LigerKLDivLossFunction:
-    """`torch.nn.functional.kl_div`; fused but for reduction="none", which keeps every element."""
+    """`torch.nn.functional.kl_div`; fused except for reduction="none", which returns all elements."""
 
     @staticmethod
     def apply(
@@ -58,7 +58,7 @@ class LigerKLDivLossFunction:
 
 
 class LigerTVDLossFunction:
-    """`tvd` of probabilities; fused but for reduction="none", which keeps every element."""
+    """`tvd` of probabilities; fused except for reduction="none", which returns all elements."""
 
     @staticmethod
     def apply(
@@ -81,19 +81,19 @@ class LigerTVDLossFunction:
 
 
 class LigerFusedCETVDFunction:
-    """`cross_entropy` and `tvd` of logits, row by row."""
+    """`cross_entropy` and `tvd` of logits, per row."""
 
     @staticmethod
     def apply(
         student_logits: Tensor, teacher_logits: Tensor, target: Tensor, ignore_index: int = -100
     ) -> tuple[Tensor, Tensor]:
-        """Both logits: [N, V], target: [N] → two of [N], in fp32."""
+        """student_logits, teacher_logits: [N, V], target: [N] → two tensors [N], fp32."""
         labels = cross_entropy(student_logits, target, ignore_index=ignore_index, reduction="none")
         return labels, tvd(student_logits, teacher_logits.detach(), target, ignore_index=ignore_index, reduction="none")
 
 
 class LigerFusedLinearJSDFunction:
-    """`linear_jsd`. The gradient of the weight is summed in fp32, whatever `accum_dtype`."""
+    """`linear_jsd`. The weight gradient is accumulated in fp32; `accum_dtype` is ignored."""
 
     @staticmethod
     def apply(
@@ -118,7 +118,7 @@ class LigerFusedLinearJSDFunction:
 
 
 class LigerJSD(nn.Module):
-    """`LigerJSDFunction` with its options."""
+    """`LigerJSDFunction` as a module."""
 
     def __init__(self, beta: float = 0.5, ignore_index: int = -100) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class LigerKLDIVLoss(nn.KLDivLoss):
 
 
 class LigerTVDLoss(nn.Module):
-    """`LigerTVDLossFunction` with its options."""
+    """`LigerTVDLossFunction` as a module."""
 
     def __init__(self, reduction: str = "batchmean", ignore_index: int = -100) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class LigerTVDLoss(nn.Module):
 
 
 class LigerFusedCETVDLoss(nn.Module):
-    """`LigerFusedCETVDFunction`."""
+    """`LigerFusedCETVDFunction` as a module."""
 
     def __init__(self, ignore_index: int = -100) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class LigerFusedCETVDLoss(nn.Module):
 
 
 class LigerFusedLinearJSD(nn.Module):
-    """`LigerFusedLinearJSDFunction` with its options."""
+    """`LigerFusedLinearJSDFunction` as a module."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ def liger_tvd(
     reduction: str = "mean",
     ignore_index: int = -100,
 ) -> Tensor:
-    """`LigerTVDLossFunction.apply`, whose mean is over elements here."""
+    """`LigerTVDLossFunction.apply`, with the mean over elements."""
     return LigerTVDLossFunction.apply(input, target, shift_labels, reduction, ignore_index)
 
 

@@ -1,6 +1,6 @@
-"""The functions `apply_liger_kernel_to_*` of Liger 0.8.5: what each takes, and the model types that it stands for.
+"""The functions `apply_liger_kernel_to_*` of Liger 0.8.5: parameters and model types.
 
-A family's parameters are named in Liger's order; `!` stands before one that is False by default.
+Parameters are listed in Liger's order; `!` marks one that is False by default.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from inspect import Parameter, Signature
 from typing import Any
 
-# Parameter → the operators of `patch_model` that it switches.
+# Parameter → the operators of `patch_model` that it enables.
 OPERATORS_OF = {
     "rope": ("rope",),
     "rms_norm": ("rms_norm",),
@@ -24,7 +24,7 @@ FLAGS = (*OPERATORS_OF, "cross_entropy")
 _HEAD = "!cross_entropy fused_linear_cross_entropy"
 _SWIGLU = f"rope {_HEAD} rms_norm swiglu model"
 _GEGLU = f"rope {_HEAD} rms_norm geglu model"
-# Liger has no kernel for these rotations, or for these experts.
+# Families for whose rotations or experts Liger has no kernel.
 _NO_ROPE = f"!rope {_HEAD} rms_norm swiglu model"
 _NO_SWIGLU = f"rope {_HEAD} rms_norm !swiglu model"
 
@@ -34,9 +34,9 @@ class Family:
     """One function.
 
     Attributes:
-        name: what follows `apply_liger_kernel_to_`.
-        parameters: see above.
-        types: the model types that it stands for.
+        name: the function's name after `apply_liger_kernel_to_`.
+        parameters: see the module's docstring.
+        types: its model types.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Family:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Flag → its default, without `model` and `**kwargs`."""
+        """Flag → default, without `model` and `**kwargs`."""
         names = [name for name in self.parameters.split() if name.lstrip("!") in FLAGS]
         return {name.lstrip("!"): not name.startswith("!") for name in names}
 
@@ -119,9 +119,9 @@ FAMILY_OF = {model_type: family for family in FAMILIES.values() for model_type i
 
 
 def settings_of(family: Family | None, given: dict[str, Any]) -> dict[str, bool]:
-    """Flag → whether it is on, where the caller or a default decides.
+    """Flag → value, from the caller or a default.
 
-    Liger leaves a flag off where it has no kernel, so such a default does not decide. Of the two losses it does.
+    A False default only means that Liger has no kernel, so it is ignored, except for the two losses.
 
     Raises:
         ValueError: both losses are on.
@@ -139,7 +139,7 @@ def settings_of(family: Family | None, given: dict[str, Any]) -> dict[str, bool]
 
 
 def excluded(settings: dict[str, bool]) -> tuple[str, ...]:
-    """The operators for `patch_model(exclude=)`: those that flags switch, all of them off."""
+    """`exclude` for `patch_model`: the operators for which all flags are False."""
     switched: dict[str, list[bool]] = {}
     for name, on in settings.items():
         for operator in OPERATORS_OF.get(name, ()):

@@ -1,4 +1,4 @@
-"""Liger's feed-forward layers: autograd functions of activations, modules with the names of transformers, experts."""
+"""Liger's feed-forward layers: autograd functions of activations, modules with transformers' names, experts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LigerFusedGateUpSiLUMulFunction:
 
 
 class LigerGELUMulFunction:
-    """`geglu`, by the tanh approximation."""
+    """`geglu` with the tanh approximation."""
 
     @staticmethod
     def apply(a: Tensor, b: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class LigerReLUSquaredFunction:
 
 
 class LigerMLPFunction:
-    """The gated feed-forward layer of three weights without biases."""
+    """The gated feed-forward layer: three weights, no biases."""
 
     @staticmethod
     def apply(
@@ -108,7 +108,7 @@ class _Gated(nn.Module):
 
 
 class LigerSwiGLUMLP(_Gated):
-    """`down_proj(silu(gate_proj(x)) * up_proj(x))`, without biases as Liger's."""
+    """`down_proj(silu(gate_proj(x)) * up_proj(x))`, without biases, as in Liger."""
 
     def __init__(self, config: Any, intermediate_size: int | None = None) -> None:
         super().__init__(config, intermediate_size)
@@ -127,7 +127,7 @@ class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
 
 
 class LigerMLP(LigerSwiGLUMLP):
-    """As `LigerSwiGLUMLP`; the size of the hidden layer is the configuration's."""
+    """As `LigerSwiGLUMLP`, with the hidden size of the configuration."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -159,7 +159,7 @@ class LigerFalconH1SwiGLUMLP(_Gated):
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] → [..., H]."""
         gated = partial(swiglu, self.gate_proj(x), self.up_proj(x), gate_multiplier=self.gate_multiplier)
-        # After the projection, which may have a bias.
+        # After the projection, because it may have a bias.
         y: Tensor = activate_and_project(gated, self.down_proj) * self.down_multiplier
         return y
 
@@ -201,7 +201,7 @@ class LigerBlockSparseTop2MLP(nn.Module):
 
 
 class LigerExperts(nn.Module):
-    """`experts` with the weights of a mixture, not initialized, as transformers' and Liger's."""
+    """`experts` with uninitialized weights, as in transformers and Liger."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class LigerExperts(nn.Module):
         _check_activation(config.hidden_act)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[..., H], and the indices and weights of the experts of each token, [..., K] → [..., H]."""
+        """hidden_states: [..., H]; top_k_index, top_k_weights: [..., K] → [..., H]."""
         tokens = hidden_states.reshape(-1, self.hidden_dim)
         index, weight = (t.reshape(-1, t.shape[-1]) for t in (top_k_index, top_k_weights))
         y: Tensor = LigerFusedMoEFunction.apply(tokens, self.gate_up_proj, self.down_proj, index, weight)
@@ -222,7 +222,7 @@ class LigerExperts(nn.Module):
 
 
 class LigerGEGLUMLP(_Gated):
-    """`down_proj(gelu(gate_proj(x)) * up_proj(x))`, by the tanh approximation, without biases."""
+    """`down_proj(gelu(gate_proj(x)) * up_proj(x))` with the tanh approximation, without biases."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] → [..., H]."""
@@ -230,7 +230,7 @@ class LigerGEGLUMLP(_Gated):
 
 
 class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
-    """As `LigerGEGLUMLP`, with the constructor of Gemma 4's layers; those that share keys may be twice as wide."""
+    """As `LigerGEGLUMLP`, with the constructor of Gemma 4's layers; layers with shared keys may be twice as wide."""
 
     def __init__(self, config: Any, layer_idx: int | None = None) -> None:
         shared = getattr(config, "num_kv_shared_layers", 0) or 0
@@ -240,15 +240,15 @@ class LigerGEGLUMLPForGemma4(LigerGEGLUMLP):
 
 
 def _shards(x: Tensor, num_shards: int | None) -> int:
-    """Liger's number of parts of x [..., T, H]: by default as many as H goes into T."""
+    """Liger's number of shards of x [..., T, H]; default ceil(T / H)."""
     length, width = x.shape[-2:]
     return max(-(-length // width) if num_shards is None else num_shards, 1)
 
 
 class LigerTiledMLPFunction:
-    """Any module that computes each row by itself, some positions at a time: `torch.utils.checkpoint` of each part.
+    """A row-wise module, applied to shards of the sequence with `torch.utils.checkpoint`.
 
-    Gradients reach parameters once, as autograd adds those of the parts up.
+    Autograd sums the gradients of the shards before they reach the parameters.
     """
 
     @staticmethod
@@ -259,7 +259,7 @@ class LigerTiledMLPFunction:
         shards: int,
         compute_params: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """x: [..., T, H] → the results of `fn(mlp_module, part)`, joined."""
+        """x: [..., T, H] → the concatenated results of `fn(mlp_module, shard)`."""
         run = partial(checkpoint, fn, mlp_module, use_reentrant=False)
         return torch.cat([run(part) for part in x.chunk(shards, dim=-2)], dim=-2)
 
@@ -271,12 +271,12 @@ def apply_tiled_mlp(
     num_shards: int | None = None,
     compute_params: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """`LigerTiledMLPFunction.apply`, with Liger's number of parts if none is given."""
+    """`LigerTiledMLPFunction.apply`, with Liger's default number of shards."""
     return LigerTiledMLPFunction.apply(fn, mlp_module, x, _shards(x, num_shards), compute_params)
 
 
 class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):
-    """`tiled_mlp`: as `LigerSwiGLUMLP`, some positions at a time."""
+    """`LigerSwiGLUMLP` by `tiled_mlp`."""
 
     activation: Activation = "silu"
 
@@ -295,7 +295,7 @@ class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):
 
 
 class LigerTiledGEGLUMLP(LigerTiledSwiGLUMLP):
-    """`tiled_mlp` by the tanh approximation of GELU."""
+    """`LigerGEGLUMLP` by `tiled_mlp`."""
 
     activation: Activation = "gelu_tanh"
 

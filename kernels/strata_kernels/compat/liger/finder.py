@@ -1,4 +1,4 @@
-"""How Python finds `liger_kernel`: a finder of its modules and of its metadata, on `sys.meta_path`."""
+"""The finder on `sys.meta_path` for modules and metadata of `liger_kernel`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class Finder(DistributionFinder, Loader):
-    """Finds what `surface` lists. `importlib.metadata` asks it too: programs look for the version of liger-kernel."""
+    """Finds the modules of `surface`, and for `importlib.metadata` the version of liger-kernel."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -29,7 +29,7 @@ class Finder(DistributionFinder, Loader):
         """The spec of a module that is provided.
 
         Raises:
-            ImportError: Liger has the module and Strata has not.
+            ImportError: Liger has the module, but Strata does not provide it.
         """
         root, _, name = fullname.partition(".")
         if root != NAME:
@@ -42,11 +42,11 @@ class Finder(DistributionFinder, Loader):
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """An empty module; names come when they are asked for."""
+        """An empty module; names are resolved at first access."""
         return _Module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module its names."""
+        """Set `__getattr__` and names of the module."""
         path = module.__name__.partition(".")[2]
         names = PROVIDED[path]
 
@@ -56,7 +56,7 @@ class Finder(DistributionFinder, Loader):
                 vars(module)[name] = value
                 return value
             if f"{path}.{name}".lstrip(".") in PROVIDED:
-                # Liger's packages import their modules.
+                # As in Liger, packages provide their submodules as attributes.
                 return import_module(f"{module.__name__}.{name}")
             if instead := instead_of(f"{path}.{name}".lstrip(".")):
                 raise _not_provided(f"{module.__name__}.{name}", instead)
@@ -67,7 +67,7 @@ class Finder(DistributionFinder, Loader):
         vars(module).update(__version__=VERSION, __getattr__=get, __all__=list(names), __dir__=lambda: list(names))
 
     def find_distributions(self, context: Any = DistributionFinder.Context()) -> Iterable[Distribution]:  # noqa: B008
-        """The metadata of liger-kernel, if it is asked for."""
+        """The metadata of liger-kernel, if requested."""
         if context.name is None or re.sub(r"[-_.]+", "_", context.name).lower() == NAME:
             yield _Metadata()
 
@@ -96,6 +96,6 @@ def _not_provided(name: str, instead: str) -> ImportError:
 
 
 def loaded() -> list[str]:
-    """The modules in `sys.modules` that the finder made."""
+    """The modules in `sys.modules` that the finder created."""
     ours = [name for name in sys.modules if name == NAME or name.startswith(f"{NAME}.")]
     return [name for name in ours if isinstance(getattr(sys.modules[name].__spec__, "loader", None), Finder)]

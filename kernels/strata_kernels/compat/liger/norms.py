@@ -1,8 +1,8 @@
-"""Liger's norms: autograd functions whose `apply` takes the same positional arguments, modules and functional forms.
+"""Liger's norms: autograd functions whose `apply` has Liger's positional arguments, modules and functional forms.
 
-They compute by the operators of `strata_kernels`, which register their own backward pass: no class of these modules is
-a `torch.autograd.Function`. Results have Liger's dtypes. `in_place`, `row_mode` and what else chooses a kernel of
-Liger's changes nothing: no tensor of the caller is overwritten.
+They call operators of `strata_kernels`, which register their backward: no class of this package is a
+`torch.autograd.Function`. Results have Liger's dtypes. `in_place`, `row_mode` and other arguments that select a kernel
+of Liger are ignored: no tensor of the caller is overwritten.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _CASTS: dict[str | int, Cast] = {"llama": "llama", "gemma": "gemma", "none": "no
 
 
 def cast_of(casting_mode: str | int) -> Cast:
-    """The `cast` of `rms_norm`. Raises ValueError for another mode."""
+    """The `cast` of `rms_norm` for a casting mode. Raises ValueError for an unknown mode."""
     if casting_mode not in _CASTS:
         raise ValueError(f"casting_mode must be one of {', '.join(map(repr, _CASTS))}, got {casting_mode!r}")
     return _CASTS[casting_mode]
 
 
 def initial(size: int, init_fn: str) -> nn.Parameter:
-    """Ones or zeros."""
+    """A parameter of ones or zeros."""
     if init_fn not in ("ones", "zeros"):
         raise ValueError(f"init_fn must be 'ones' or 'zeros', got {init_fn!r}")
     return nn.Parameter(torch.ones(size) if init_fn == "ones" else torch.zeros(size))
@@ -66,7 +66,7 @@ class LigerFusedAddRMSNormFunction:
         casting_mode: str | int = "llama",
         in_place: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """X, R: [..., D], W: [D] → the norm of X + R, in the dtype of X, and X + R."""
+        """X, R: [..., D], W: [D] → (norm of X + R, X + R), each [..., D] in the dtype of X."""
         y, h = add_rms_norm(X, R, W, eps, offset=offset, cast=cast_of(casting_mode))
         return y.to(X.dtype), h
 
@@ -81,7 +81,7 @@ class LigerLayerNormFunction:
 
 
 class LigerRMSNorm(nn.Module):
-    """`rms_norm`. `in_place` and `row_mode` are kept as attributes and change nothing."""
+    """`rms_norm`. `in_place` and `row_mode` are stored as attributes, but ignored."""
 
     weight: nn.Parameter | None
 
@@ -115,7 +115,7 @@ class LigerRMSNorm(nn.Module):
 
 
 class LigerRMSNormForGemma(LigerRMSNorm):
-    """`LigerRMSNorm` with the defaults of Gemma: `1 + weight`, rounded once."""
+    """`LigerRMSNorm` with Gemma's defaults: `1 + weight`, rounded once."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class LigerRMSNormForGemma(LigerRMSNorm):
 
 
 class LigerRMSNormForGemma2(LigerRMSNormForGemma):
-    """As `LigerRMSNormForGemma`; in Liger the two overwrite different tensors."""
+    """As `LigerRMSNormForGemma`; in Liger, they overwrite different tensors."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
 
 
 class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
-    """As `LigerRMSNormForGemma4`, whose size may be missing where there is no weight."""
+    """As `LigerRMSNormForGemma4`; `dim` is optional without a weight."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
 
 
 class LigerRMSNormForOlmo2(LigerRMSNorm):
-    """As `LigerRMSNorm`; in Liger the two overwrite different tensors."""
+    """As `LigerRMSNorm`; in Liger, they overwrite different tensors."""
 
     def __init__(
         self,
@@ -241,14 +241,14 @@ class LigerFusedAddRMSNorm(nn.Module):
         self.variance_epsilon, self.offset, self.casting_mode, self.in_place = eps, offset, casting_mode, in_place
 
     def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Both [..., D] → the norm of their sum, and the sum."""
+        """hidden_states, residual: [..., D] → (norm of their sum, their sum), each [..., D]."""
         return LigerFusedAddRMSNormFunction.apply(
             hidden_states, residual, self.weight, self.variance_epsilon, self.offset, self.casting_mode
         )
 
 
 class LigerLayerNorm(nn.Module):
-    """`layer_norm`. As Liger's it always has a bias, zero at first, or random with `bias=True`."""
+    """`layer_norm`. As in Liger, it always has a bias, initially zero, or random with `bias=True`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Liger's losses as modules: constructors with many options, which `forward` passes on by name."""
+"""Base class of Liger's losses as modules: options of the constructor, passed by keyword in `forward`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import nn
 
 
 class WithOptions(nn.Module):
-    """A loss with its options, which are attributes as in Liger's modules.
+    """A loss module whose options are attributes, as in Liger.
 
-    function: the class with `apply`; defaults: options in the order of Liger's constructor, under
-    the names that `apply` gives them.
+    function: the class with `apply`.
+    defaults: options in the order of Liger's constructor, by their names in `apply`.
     """
 
     function: Any

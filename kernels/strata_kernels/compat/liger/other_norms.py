@@ -1,4 +1,4 @@
-"""Liger's other norms: modulated RMSNorm, GroupNorm, PolyNorm and DyT; see `norms` for what they have in common."""
+"""Liger's other norms: modulated RMSNorm, GroupNorm, PolyNorm and DyT; conventions as in `norms`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .norms import Initial, LigerRMSNorm, cast_of, initial
 
 
 class LigerModulatedRMSNormFunction:
-    """`modulated_rms_norm`, which rounds once, whatever `casting_mode`."""
+    """`modulated_rms_norm`, which rounds once; `casting_mode` is ignored."""
 
     @staticmethod
     def apply(
@@ -28,7 +28,7 @@ class LigerModulatedRMSNormFunction:
         casting_mode: str | int = "llama",
         in_place: bool = True,
     ) -> Tensor:
-        """X: [..., D], W: [D], scale, shift: M rows of D, each for as many neighboring rows of X → [..., D]."""
+        """X: [..., D], W: [D], scale, shift: [M, D], each row for N / M consecutive rows of X → [..., D]."""
         cast_of(casting_mode)
         width = X.shape[-1]
         rows = X.reshape(max(scale.numel() // width, 1), -1, width)
@@ -57,7 +57,7 @@ class LigerPolyNormFunction:
 
     @staticmethod
     def apply(X: Tensor, W: Tensor, B: Tensor, eps: float = 1e-6, in_place: bool = True) -> Tensor:
-        """X: [..., D], W: [3], B: one number → [..., D]."""
+        """X: [..., D], W: [3], B: one element → [..., D]."""
         return poly_norm(X, W, B, eps)
 
 
@@ -66,12 +66,12 @@ class LigerDyTFunction:
 
     @staticmethod
     def apply(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
-        """x: [..., D], alpha: one number, gamma, beta: [D] → [..., D]."""
+        """x: [..., D], alpha: one element, gamma, beta: [D] → [..., D]."""
         return dyt(x, alpha, gamma, beta)
 
 
 class LigerModulatedRMSNorm(LigerRMSNorm):
-    """`LigerRMSNorm` whose result is scaled by `1 + scale` and shifted."""
+    """`LigerRMSNorm`, then `* (1 + scale) + shift`."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class LigerModulatedRMSNorm(LigerRMSNorm):
 
 
 class LigerGroupNorm(nn.Module):
-    """`group_norm`. As Liger's it always has a bias, zero at first, or random with `bias=True`."""
+    """`group_norm`. As in Liger, it always has a bias, initially zero, or random with `bias=True`."""
 
     def __init__(
         self, num_channels: int, num_groups: int, eps: float = 1e-6, bias: bool = False, init_fn: Initial = "ones"
@@ -117,7 +117,7 @@ class LigerGroupNorm(nn.Module):
 
 
 class LigerPolyNorm(nn.Module):
-    """`poly_norm` with its weights, a third each at first, and a bias of 1."""
+    """`poly_norm` with its parameters: weights initially 1/3, bias 1."""
 
     def __init__(self, eps: float = 1e-6, in_place: bool = True) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Liger's losses of policy optimization, of hidden states and of logits that exist: GRPO and its relatives.
+"""Liger's losses of policy optimization (GRPO and variants), from hidden states or materialized logits.
 
-Terms of tokens are those of `strata_kernels.policy`; `chunk_size`, `compiled` and `inplace` change nothing.
+Formulas: `strata_kernels.policy`. `chunk_size`, `compiled` and `inplace` are ignored.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ...ops.linear_cross_entropy.linear_logprobs import linear_logprobs
 from ...policy import policy_losses
 from .options import WithOptions
 
-# k and lambda of vespo, where advantages are not negative and where they are.
+# (k, lambda) of vespo for non-negative advantages, then for negative ones.
 _Gamma = tuple[float, float, float, float]
 _OF_TOKENS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 
 
 @dataclass(frozen=True)
 class _Policy:
-    """The options that Liger's functions have in common, under its names."""
+    """Common options of Liger's functions, with Liger's names."""
 
     beta: float
     epsilon_low: float
@@ -64,7 +64,7 @@ class _Policy:
 
 @dataclass(frozen=True)
 class _Terms:
-    """[B, T]: losses, divergences from the reference and whether a ratio is cut off."""
+    """[B, T] each: losses, KL terms, and whether the ratio is clipped."""
 
     loss: Tensor
     kl: Tensor
@@ -74,7 +74,7 @@ class _Terms:
 def _vespo_weight(
     log_ratio: Tensor, advantages: Tensor, mask: Tensor, sampling: Tensor | None, gamma: _Gamma
 ) -> Tensor:
-    """[B, 1]: e^lambda w^k e^(-lambda w) of the ratio w of the whole answer, without gradient."""
+    """e^lambda w^k e^(-lambda w) [B, 1], w the ratio of the answer, without gradient."""
     log_w = (log_ratio.detach().clamp(-20.0, 20.0) * mask).sum(-1, keepdim=True)
     if sampling is not None:
         log_w = log_w + sampling.log().clamp(math.log(1e-8), 20.0).sum(-1, keepdim=True)
@@ -89,12 +89,12 @@ def _terms(
     log_probs: Tensor, mask: Tensor, advantages: Tensor, reference: Tensor | None, old: Tensor | None,
     sampling: Tensor | None, policy: _Policy,
 ) -> _Terms:  # fmt: skip
-    """Of log_probs [B, T]; sampling: [B, 1] or [B, T]."""
+    """Terms for log_probs [B, T]; sampling: [B, 1] or [B, T]."""
     old = log_probs.detach() if old is None else old.float()
     log_ratio = log_probs - old
     by_answer = policy.importance_sampling_level == "sequence"
     if by_answer:
-        # The ratio of the whole answer, for each of its tokens.
+        # The ratio of the answer, for each of its tokens.
         lengths = mask.sum(-1, keepdim=True).clamp(min=1)
         log_ratio = ((log_ratio * mask).sum(-1, keepdim=True) / lengths).expand_as(log_probs)
     if policy.loss_type == "vespo":
@@ -103,7 +103,7 @@ def _terms(
     else:
         answers = torch.arange(len(advantages), device=log_probs.device)[:, None].expand_as(log_probs)
         kind: Any = "grpo" if policy.loss_type in _OF_TOKENS else policy.loss_type
-        # cispo weighs log_probs itself, and none of its ratios is of an answer.
+        # cispo multiplies log_probs, and has no ratio of an answer.
         given, before = (log_ratio, torch.zeros_like(log_ratio)) if by_answer else (log_probs, old)
         found = policy_losses(
             given.flatten(), advantages, answers.flatten(), loss=kind, old_log_probs=before.flatten(),
@@ -127,7 +127,7 @@ def _processes() -> int:
 
 
 def _reduced(loss: Tensor, mask: Tensor, policy: _Policy) -> Tensor:
-    """The loss of losses [B, T]."""
+    """Reduce losses [B, T] to a scalar."""
     kept, kind = loss * mask, policy.loss_type
     if kind in ("grpo", "sapo"):
         return (kept.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
@@ -138,7 +138,7 @@ def _reduced(loss: Tensor, mask: Tensor, policy: _Policy) -> Tensor:
             raise ValueError("max_completion_length must be provided for loss_type 'dr_grpo'")
         return kept.sum() / (loss.shape[0] * policy.max_completion_length)
     if kind == "luspo":
-        # As TRL's, it is not masked.
+        # Not masked, as in TRL.
         return (loss * mask.sum(-1, keepdim=True)).mean()
     items, processes = policy.num_items_in_batch, _processes()
     if items is None:
@@ -149,23 +149,23 @@ def _reduced(loss: Tensor, mask: Tensor, policy: _Policy) -> Tensor:
 
 
 def _figures(terms: _Terms, mask: Tensor, policy: _Policy) -> tuple[Tensor, ...]:
-    """Means over tokens, without gradient: of the divergence, if it counts, and of what is cut off."""
+    """Means over tokens, without gradient: of the KL terms if beta is not 0, and of `clipped`."""
     shown = (terms.kl, terms.clipped) if policy.beta else (terms.clipped,)
     return tuple((values.detach() * mask).sum() / mask.sum().clamp(min=1) for values in shown)
 
 
 def _where_masked(values: Tensor | None, log_probs: Tensor, mask: Tensor) -> Tensor | None:
-    """Log-probabilities of another policy, those of this one where the mask leaves tokens out: a ratio of 1 there."""
+    """`values`, log-probabilities of another policy; for masked tokens `log_probs`, so that the ratio is 1."""
     return None if values is None else values.float().where(mask.bool(), log_probs.detach())
 
 
 def _sampling(ratio: Tensor | None, shape: torch.Size) -> Tensor | None:
-    """[B, 1] or [B, T] of a ratio that may be [B], too."""
+    """The ratio as [B, 1] or [B, T]; it may be [B]."""
     if ratio is None:
         return None
     wide = ratio[:, None] if ratio.dim() == 1 else ratio
     if wide.dim() != 2 or wide.shape[0] != shape[0] or wide.shape[1] not in (1, shape[1]):
-        # As Liger's.
+        # AssertionError, as in Liger.
         raise AssertionError(f"vllm_is_ratio must be [B], [B, 1] or [B, T], got {list(ratio.shape)}")
     return wide.float()
 
@@ -186,14 +186,14 @@ class LigerFusedLinearGRPOFunction:
         vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
         num_items_in_batch: int | Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-        """_input: [B, T, H], tokens and mask: [B, T], advantages: [B] → the loss and Liger's figures."""
+        """_input: [B, T, H], tokens and mask: [B, T], advantages: [B] → the loss and Liger's metrics."""
         policy = _Policy(
             beta, epsilon_low, epsilon_high, loss_type, importance_sampling_level,
             (sapo_temperature_pos, sapo_temperature_neg), delta, use_bias_correction_kl, max_completion_length,
             num_items_in_batch, (vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg),
         )  # fmt: skip
         mask = attention_mask.float()
-        # Only luspo looks at tokens that the mask leaves out.
+        # Only luspo uses masked tokens.
         target = selected_token_ids if loss_type == "luspo" else selected_token_ids.where(attention_mask.bool(), -100)
         log_probs = linear_logprobs(_input, weight, target, bias=bias, temperature=temperature)
         reference = ref_per_token_logps if use_ref_model else None
@@ -212,7 +212,7 @@ class LigerFusedLinearGRPOFunction:
 
 
 class LigerFusedLinearGRPOLoss(WithOptions):
-    """`LigerFusedLinearGRPOFunction` with its options."""
+    """`LigerFusedLinearGRPOFunction` as a module."""
 
     function: Any = LigerFusedLinearGRPOFunction
     defaults = {  # noqa: RUF012
@@ -266,8 +266,8 @@ def triton_grpo_loss(
 ) -> tuple[Any, ...]:  # fmt: skip
     """A loss of policy optimization from logits [B, T + 1, V], by `selective_log_softmax`.
 
-    Returns the loss and a list of figures, or without `reduce` the losses, divergences (None without beta) and what is
-    cut off, each [B, T].
+    Returns the loss and a list of metrics; without `reduce`, losses, KL terms (None if beta is 0) and clipping flags,
+    each [B, T].
     """
     policy = _Policy(
         beta, eps_low, eps_high, loss_type, importance_sampling_level, (sapo_temperature_pos, sapo_temperature_neg),

@@ -1,13 +1,13 @@
-"""The modules of Liger-Kernel 0.8.5: which names each has here, and what to use instead of the others."""
+"""The modules and names of Liger-Kernel 0.8.5 that Strata provides, and replacements for the others."""
 
 from __future__ import annotations
 
 from .families import FAMILIES
 
-# Liger's version, and that it is not Liger: a requirement such as liger-kernel>=0.8.0 accepts it.
+# Liger's version with a local label: satisfies requirements such as liger-kernel>=0.8.0.
 VERSION = "0.8.5+strata"
 
-# Module of this package → module of Liger's `ops` → its names.
+# Module of this package → module of Liger's `ops` → names.
 _OPS = {
     "norms": {
         "fused_add_rms_norm": "LigerFusedAddRMSNormFunction",
@@ -47,7 +47,7 @@ _OPS = {
         "tvd": "LigerTVDLossFunction",
     },
 }
-# The same of Liger's `transformers`.
+# The same for Liger's `transformers`.
 _MODULES = {
     "norms": {
         "fused_add_rms_norm": "LigerFusedAddRMSNorm",
@@ -106,7 +106,7 @@ _DISPATCHED = (
     "cross_entropy fused_add_rms_norm fused_linear_cross_entropy fused_linear_jsd geglu jsd kl_div layer_norm rms_norm "
     "rope softmax swiglu"
 )
-# Module of this package → module of Liger's `chunked_loss` → the middle of its names, and its function.
+# Module of this package → module of Liger's `chunked_loss` → infix of its class names, and its function.
 _CHUNKED = {
     "chunked_pairs": {
         f"{name.lower()}_loss": (name, f"liger_fused_linear_{name.lower()}")
@@ -124,7 +124,7 @@ _APPLY = "_apply_liger_kernel _apply_liger_kernel_to_instance " + " ".join(
 
 
 def _names(*providers: tuple[str, str]) -> dict[str, str]:
-    """Name → the module of this package that has it."""
+    """Name → module of this package that defines it."""
     return {name: provider for provider, names in providers for name in names.split()}
 
 
@@ -143,9 +143,9 @@ def _each(package: str, table: dict[str, dict[str, str]]) -> dict[str, dict[str,
 
 
 def _in_transformers() -> dict[str, dict[str, str]]:
-    """The modules of `transformers`, which have the functions of the module of that name in `ops`, too."""
+    """The modules of `transformers`, each including the names of the `ops` module of the same name."""
     functions = _each("ops", _OPS)
-    # And those that they import from elsewhere.
+    # And names that they import from other modules.
     functions["ops.swiglu"] |= functions["ops.fused_moe"]
     functions["ops.tiled_mlp"] |= _names(("feed_forward", "LigerGELUMulFunction LigerSiLUMulFunction"))
     return {
@@ -165,7 +165,7 @@ _LIGER_FUNCTIONS = _names(
     *((provider, function) for provider, modules in _CHUNKED.items() for _, function in modules.values())
 )
 
-# Module of Liger, without `liger_kernel.` → its names, each with the module of this package that has it.
+# Module of Liger, without `liger_kernel.` → name → module of this package that defines it.
 PROVIDED: dict[str, dict[str, str]] = {
     "": {},
     "functional": _names(("dispatched", _DISPATCHED)),
@@ -221,7 +221,7 @@ PROVIDED: dict[str, dict[str, str]] = {
     "transformers.functional": {**_all(_OPS), **_names(*_FUNCTIONAL.items())},
 }
 
-# What to use → names and modules of Liger that Strata has not, with their package where the name says too little.
+# Replacement → names and modules of Liger that Strata lacks, with their package if the name is ambiguous.
 _INSTEAD = {
     "strata_kernels.kl_div, of logits": (
         "LigerFusedLinearKLDivFunction LigerFusedLinearKLDivLoss fused_linear_kl_div liger_fused_linear_kl_div"
@@ -277,19 +277,19 @@ _INSTEAD = {
     "liger_kernel.transformers.functional": "F",
 }
 INSTEAD = {name: advice for advice, names in _INSTEAD.items() for name in names.split()}
-# The functions around a kernel, such as rms_norm_forward.
+# Suffixes of launch functions and kernels, such as rms_norm_forward.
 _PARTS = ("_forward", "_backward", "_fwd", "_bwd", "_kernel", "_triton")
 
 
 def instead_of(name: str) -> str | None:
-    """What to use for a name or a module of Liger that is not provided; None if Liger has no such name."""
+    """The replacement for a name or module of Liger that is not provided; None if Liger has no such name."""
     short = name.rpartition(".")[2]
     if short.startswith("__"):
         return None
     if name == f"transformers.model.{short}":
         return "strata_kernels.patch_model"
     if name.startswith("ops.") and short in PROVIDED["utils"]:
-        # The modules of kernels import them.
+        # Liger's kernel modules import these names.
         return f"liger_kernel.utils.{short}"
     if short.endswith(_PARTS) and not short.startswith("_"):
         return "`apply` of the autograd function, whose backward pass is registered"
