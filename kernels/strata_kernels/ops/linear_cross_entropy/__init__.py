@@ -162,7 +162,8 @@ def linear_cross_entropy(
         num_items: divisor of "mean", instead of the (weighted) number of rows that are not ignored. A tensor causes no
             host synchronization.
         max_targets: upper bound of the rows that are not ignored, e.g. from a collator, which has labels on the CPU.
-            Only so many rows enter the matrix products: ignored rows are dropped, without host synchronization. If more
+            Only this many rows enter the matrix products: ignored rows are dropped, without host synchronization. If
+                more
             rows are not ignored, the result and its gradients are NaN.
         group: process group over which the vocabulary is sharded, equal shards in rank order. All ranks call this with
             the same x, target and options, and get the same loss and gradient of x.

@@ -83,7 +83,7 @@ class CountedRows(NamedTuple):
 
     def arguments(self) -> tuple[Tensor | None, ...]:
         """The leading, tensor arguments of an operator."""
-        # In fp16, gradients divided by N underflow: `finished` divides, where the loss scale multiplies first.
+        # In fp16, gradients / N would underflow: `finished` divides the loss, so that N divides the loss scale.
         divisor = torch.ones_like(self.divisor) if self._divides_late else self.divisor
         return divisor, self.x, self.weight, self.bias, self.labels, *self.beside
 

@@ -122,8 +122,8 @@ def linear_jsd(
         reduction: "mean" or "sum".
         num_items: divisor of "mean", instead of the number of rows that are not ignored. A tensor causes no host
             synchronization.
-        max_targets: upper bound of the rows that are not ignored; only so many enter the matrix products. If more rows
-            are not ignored, the result and its gradients are NaN.
+        max_targets: upper bound of the rows that are not ignored; only this many enter the matrix products. If more
+            rows are not ignored, the result and its gradients are NaN.
         accumulate: "exact" rounds a 16-bit weight gradient once: chunks of dz are kept in the gradient's buffer for one
             product, or accumulated in fp32, with up to 2·V·H more bytes. "lean" rounds after every chunk of rows.
         group: process group over which the vocabulary is sharded, equal shards in rank order, for the heads of student

@@ -127,7 +127,7 @@ def copy_to_layout_of(x: Tensor, y: Tensor) -> Tensor:
 
 
 def alignment(x: Tensor) -> int:
-    """The largest number of elements of which the offset of each row of x is a multiple."""
+    """Alignment of all rows of x, in elements: the gcd of its address and its strides."""
     strides = (stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1)
     return math.gcd(x.data_ptr() // x.element_size(), *strides)
 

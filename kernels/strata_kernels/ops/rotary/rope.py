@@ -55,7 +55,7 @@ def rope_kernel(
     FORM: tl.constexpr, TIME: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, WOVEN: tl.constexpr,
     INVERSE: tl.constexpr, CHUNKS: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """CHUNKS chunks of rows of q and k of one batch element; programs alternate over the batch to share L2."""
+    """CHUNKS chunks of rows of q and k of one batch element; batch elements alternate to share angles in L2."""
     PER_ROW: tl.constexpr = (PAIRS + REST) // VEC
     i_b = (tl.program_id(0) % n_b).to(tl.int64)
     o_c = (tl.program_id(0) // n_b) * CHUNKS + tl.arange(0, CHUNKS)
