@@ -249,8 +249,8 @@ def cross_entropy(
 
     For a scalar loss, the forward pass also computes the gradient, into a new tensor of the size of the logits. With
     reduction="none", the incoming gradients of the rows are known only in the backward pass, which reads the logits a
-    second time. So it does in fp16, where gradients would underflow without the loss scale, a factor of the incoming
-    gradient. Double backward is not supported. Under `torch.func` transforms, it runs in plain PyTorch.
+    second time. The same holds for fp16, where gradients would underflow without the loss scale, a factor of the
+    incoming gradient. Double backward is not supported. Under `torch.func` transforms, it runs in plain PyTorch.
 
     Args:
         logits: [..., V], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides. Not copied if the class stride is 1

@@ -316,7 +316,7 @@ def experts(
         gate_up: [E, 2 * I, H], or [E, I, H] without a gate, x's dtype, any strides: pass transposed weights as
             `weight.transpose(1, 2)`.
         down: [E, H, I], x's dtype, any strides.
-        index: [T, K], integers: the experts of each token. Values outside [0, E) are no expert.
+        index: [T, K], integers: the experts of each token. Values outside [0, E) select none.
         weight: [T, K], any floating dtype: router weights of the experts.
         gate_up_bias: [E, 2 * I] or [E, I], or None.
         down_bias: [E, H], or None.

@@ -1,4 +1,4 @@
-"""Shared implementation of losses over an LM head that never materialize all logits.
+"""Shared implementation of losses over an LM head, in little more memory than their gradients need.
 
     logits = x Wᵀ + b        loss = f(logits)        dx = dlogits W        dW = dlogitsᵀ x        db = Σ_rows dlogits
 

@@ -1,4 +1,4 @@
-"""Cross entropy of a linear layer (an LM head) without materializing all logits.
+"""Cross entropy of a linear layer (an LM head), in little more memory than its gradients need.
 
     z    = softcap · tanh((x Wᵀ + b) / softcap)        lse = log Σ_v exp z_v        p = exp(z - lse)
     loss = a · lse - (1 - ε) w_target z_target - (ε / V) Σ_v w_v z_v + z_loss · lse²
@@ -10,7 +10,7 @@ and s the factor of a row's loss: its row weight over the divisor of the mean. S
 is Liger-Kernel's idea (arXiv:2410.10989, section 3.2); label smoothing Szegedy et al. (arXiv:1512.00567), z-loss de
 Brébisson and Vincent (arXiv:1604.08859), softcap Gemma 2 (arXiv:2408.00118).
 
-Axes: N rows, H features, V vocabulary entries. For each chunk of rows, a matrix product computes logits, a kernel
+Axes: N rows, H features, V vocabulary entries. For each block of logits, a matrix product computes them, a kernel
 computes the losses and overwrites the logits with dz, and two products compute dx and dW: 6·N·H·V FLOPs (4·N·H·V
 without dW). Nothing is recomputed: the gradient of a scalar loss is linear in the incoming gradient, so the backward
 pass only scales it. No atomic accumulation: results are bitwise reproducible.
@@ -124,7 +124,7 @@ def linear_cross_entropy(
     accumulate: Accumulate = "exact",
     chunk_bytes: int | None = None,
 ) -> Tensor:
-    """Cross entropy of the logits `x @ weight.T + bias`, which are computed in chunks and never all materialized.
+    """Cross entropy of the logits `x @ weight.T + bias`, in little more memory than the gradients need.
 
     Equivalent to::
 
@@ -140,8 +140,8 @@ def linear_cross_entropy(
 
     The forward pass computes the required gradients of x, weight and bias; a frozen weight saves a third of the FLOPs.
     With reduction="none", the incoming gradients of the rows are known only in the backward pass, which recomputes the
-    logits. So it does in fp16, where gradients would underflow without the loss scale, a factor of the incoming
-    gradient. Double backward is not supported.
+    logits. The same holds for fp16, where gradients would underflow without the loss scale, a factor of the
+    incoming gradient. Double backward is not supported.
 
     Args:
         x: [..., H], bf16 | fp16 | fp32 (fp64 in plain PyTorch), any strides.
@@ -163,8 +163,7 @@ def linear_cross_entropy(
             host synchronization.
         max_targets: upper bound of the rows that are not ignored, e.g. from a collator, which has labels on the CPU.
             Only this many rows enter the matrix products: ignored rows are dropped, without host synchronization. If
-                more
-            rows are not ignored, the result and its gradients are NaN.
+            more rows are not ignored, the result and its gradients are NaN.
         group: process group over which the vocabulary is sharded, equal shards in rank order. All ranks call this with
             the same x, target and options, and get the same loss and gradient of x.
         accumulate: accumulation of a 16-bit weight gradient over chunks. "exact" rounds once: either one chunk of all
