@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _PART_BYTES = 64 << 20
 _BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
-# Between looks at work of NCCL, and at whether the other members are there.
+# Between looks at a broadcast, and at whether the other members are there.
 _PAUSE_SECONDS = 0.0002
 _LOOK_SECONDS = 0.5
 # In the store, once the sender is gone.
@@ -68,7 +68,8 @@ class WeightGroup:
     """A process group of one transfer, apart from the default group of the process. A context manager that ends it.
 
     is_whole: whether the other members are still there, as far as this one can tell; by default, whether nobody has
-    told the store otherwise (`watched_sender`). NCCL itself would wait for one that is gone.
+    told the store otherwise (`watched_sender`). NCCL itself would wait for one that is gone, and so does Gloo if it has
+    got a part of a tensor.
 
     Raises:
         TransferBroken: the other members do not come in time.
@@ -99,7 +100,9 @@ class WeightGroup:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Free what a communicator takes of the GPU; after an error, also end the kernels that wait for a member."""
-        if self._of_nccl:
+        if not self._of_nccl and kind is not None:
+            _keep(self._group, self._timeout.total_seconds())
+        elif self._of_nccl:
             try:
                 self._group.shutdown() if kind is None else self._group.abort()
             # The weights have arrived, or the transfer has failed already.
@@ -116,8 +119,7 @@ class WeightGroup:
         if tensor.numel():
             with _breaks():
                 work = self._group.broadcast(tensor, 0)
-                if self._of_nccl:
-                    self._watch(work)
+                self._watch(work)
                 work.wait(self._timeout)
         return tensor
 
@@ -147,8 +149,8 @@ def have_own_gpus(receivers: int, of_sender: Iterable[str]) -> bool:
 
 @contextmanager
 def watched_sender(store: Any, prefix: str, is_there: Callable[[], bool]) -> Iterator[None]:
-    """Inside the block, the receivers of the transfer at `prefix` are told when its sender is gone: by NCCL they would
-    wait for it until their time is over.
+    """Inside the block, the receivers of the transfer at `prefix` are told when its sender is gone. Otherwise they could
+    wait for it until their time is over (`WeightGroup`).
 
     store: at which they meet. is_there: whether the sender still is.
     """
@@ -167,6 +169,17 @@ def watched_sender(store: Any, prefix: str, is_there: Callable[[], bool]) -> Ite
     finally:
         ended.set()
         thread.join()
+
+
+def _keep(group: Any, seconds: float) -> None:
+    """Free a group of Gloo so much later. To free it while it waits for a member stops the process until that times out."""
+    kept = [group]
+
+    def free() -> None:
+        time.sleep(seconds)
+        kept.clear()
+
+    Thread(target=free, daemon=True).start()
 
 
 @contextmanager

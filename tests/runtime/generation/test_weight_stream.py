@@ -3,6 +3,8 @@
 import http.client
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import asdict, replace
@@ -32,6 +34,7 @@ from tasks.runtime.generation.weight_stream import (
     send_weights,
 )
 from tasks.runtime.process.errors import Unreachable
+from tests.helpers import fork_server
 from tests.runtime.generation.test_embedded import DRAWN, build, requests
 from tests.runtime.generation.test_vllm_engine import embedded, words
 from tests.runtime.helpers.generation_server import MODEL, client, learn, meeting, require_same, serving, transfer
@@ -255,6 +258,55 @@ def test_a_gpu_that_both_ends_use_is_no_member_of_nccl_twice(asked, backend, mon
     server._require_session = lambda _: SimpleNamespace(engine=engine)
     assert server.receive({"version": 1, **asked}, lambda _: None) == {"weights": 1}
     assert told == [backend]
+
+
+KILLED = """
+import sys, time
+import torch
+from tasks.runtime.generation.weight_stream import GroupAddress, WeightGroup
+
+port, rank, size = map(int, sys.argv[1:])
+address = GroupAddress("127.0.0.1", port, "a", 2, "gloo", loopback=True)
+group = WeightGroup(address, rank, torch.device("cpu"))
+part = torch.empty(size, dtype=torch.uint8)
+part[0] = int(rank == 0)
+work = group._group.broadcast(part, 0)
+while rank == 1 and not part[0]:
+    pass
+print("began", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["run", "server"])
+def test_a_member_that_is_killed_inside_a_tensor_is_missed_at_once(rank):
+    """Of a tensor that it has got in part, Gloo itself would wait for the rest until its time is over."""
+    address, store = meeting()
+    # So much that it is killed long before the end; what is not sent takes no memory.
+    part = torch.empty(1 << 30, dtype=torch.uint8)
+    part[0] = rank
+    command = [sys.executable, "-c", KILLED, str(store.port), str(rank), str(part.numel())]
+    other = fork_server.Popen(command, env=fork_server.clean_environment(), stdout=subprocess.PIPE)
+
+    def kill():
+        other.stdout.readline()
+        while not part[0]:
+            pass
+        other.kill()
+        other.wait()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    began = time.monotonic()
+    with (
+        pytest.raises(TransferBroken),
+        WeightGroup(address, 1 - rank, torch.device("cpu"), is_whole=killer.is_alive) as group,
+    ):
+        group.broadcast(part)
+    assert time.monotonic() - began < address.seconds / 2
+    killer.join()
+    other.stdout.close()
+    del store
 
 
 class Work:
