@@ -392,6 +392,17 @@ def test_answers_of_the_next_step_are_those_of_the_weights_before_the_step(outpu
     assert losses(ahead, 1) == losses(ahead, 0)[2:]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_a_run_on_a_gpu_draws_its_answers_by_cuda_graphs(output, adapter, monkeypatch):
+    replay, replayed = torch.cuda.CUDAGraph.replay, []
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda self: replayed.append(self) or replay(self))
+    # Each number of rows and of positions has a graph of its own, captured when it is met again.
+    spec = spec_of(output, f"graphs-{adapter}", {"generation": {"max_new_tokens": 24}}, adapter={"type": adapter})
+    assert train_spec(spec).status == "complete"
+    assert replayed
+
+
 def test_rewards_are_asked_for_before_the_model_learns(output):
     """In the order of a run whose second step generates nothing more: it is the last one before a checkpoint."""
     order = []

@@ -52,8 +52,7 @@ class EmbeddedGenerator:
     ) -> None:
         self._model, self._tokenizer, self._pad_token_id = model, tokenizer, pad_token_id
         self._seed, self._batch_size = seed, batch_size
-        self._static = model.device.type == "cuda" and supports_static_cache(model) if static is None else static
-        self._static_if_drawn = static is None
+        self._static = static
         self._equal_lengths = needs_equal_lengths(model)
         self._kept: tuple[Sampling, StaticDecoder, _Rows] | None = None
 
@@ -84,7 +83,7 @@ class EmbeddedGenerator:
 
     def _answers(self, requests: list[Request], sampling: Sampling) -> list[Sample]:
         decoder = Decoder(self._model, [request.prompt for request in requests], self._pad_token_id)
-        fixed = self._static and (sampling.temperature > 0 or not self._static_if_drawn)
+        fixed = self._has_fixed_size(sampling)
         if fixed:
             static, rows = self._kept_for(len(requests), decoder.mask.shape[1], sampling)
             static.fill(decoder)
@@ -95,6 +94,12 @@ class EmbeddedGenerator:
         with decode_attention(self._model) if fixed else nullcontext():
             found = self._finish(rows, static if fixed else decoder, sampling)
         return [self._sample(found[index], sampling) for index in range(len(requests))]
+
+    def _has_fixed_size(self, sampling: Sampling) -> bool:
+        """Whether the cache has. Decided now: a run moves its model to the GPU after it has made this."""
+        if self._static is not None:
+            return self._static
+        return sampling.temperature > 0 and self._model.device.type == "cuda" and supports_static_cache(self._model)
 
     def _kept_for(self, size: int, width: int, sampling: Sampling) -> tuple[StaticDecoder, _Rows]:
         """The cache of a fixed size and the rows that its graphs read, of earlier batches if they suffice."""

@@ -84,7 +84,7 @@ class RemoteGenerator:
         pad_token_id: int,
         patience: float = _PATIENCE,
     ) -> None:
-        self._model, self._processes, self._dtype, self._device = model, processes, dtype, model.device
+        self._model, self._processes, self._dtype = model, processes, dtype
         self._first_answer = FirstAnswer(model, dtype)
         self._host, _, port = address.rpartition(":")
         self._port, self._patience = int(port), patience
@@ -188,14 +188,16 @@ class RemoteGenerator:
         """Send the weights of this version, unless another rank has."""
         connection = self._connection()
         try:
-            gpus = [gpu_of(self._device)] if self._device.type == "cuda" else []
-            asked = {"version": self._version, "device": self._device.type, "gpus": gpus}
+            # Now: a run moves its model to the GPU after it has made this.
+            device = self._model.device
+            gpus = [gpu_of(device)] if device.type == "cuda" else []
+            asked = {"version": self._version, "device": device.type, "gpus": gpus}
             response = self._request(connection, "/weights", asked)
             group = _line(response)["group"]
             if group is not None:
                 address = GroupAddress(host=self._host, loopback=self._host in LOOPBACK, **group)
                 weights = checkpoint_weights(self._model, self._dtype)
-                with WeightGroup(address, 0, self._device, is_whole=lambda: is_open(response)) as members:
+                with WeightGroup(address, 0, device, is_whole=lambda: is_open(response)) as members:
                     send_weights(weights, members)
             ended = _line(response)
         except (OSError, http.client.HTTPException, TransferBroken) as error:

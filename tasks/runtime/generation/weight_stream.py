@@ -149,8 +149,8 @@ def have_own_gpus(receivers: int, of_sender: Iterable[str]) -> bool:
 
 @contextmanager
 def watched_sender(store: Any, prefix: str, is_there: Callable[[], bool]) -> Iterator[None]:
-    """Inside the block, the receivers of the transfer at `prefix` are told when its sender is gone. Otherwise they could
-    wait for it until their time is over (`WeightGroup`).
+    """Inside the block, the receivers of the transfer at `prefix` are told when its sender is gone. Otherwise they
+    could wait for it until the transfer times out (`WeightGroup`).
 
     store: at which they meet. is_there: whether the sender still is.
     """
@@ -172,7 +172,9 @@ def watched_sender(store: Any, prefix: str, is_there: Callable[[], bool]) -> Ite
 
 
 def _keep(group: Any, seconds: float) -> None:
-    """Free a group of Gloo so much later. To free it while it waits for a member stops the process until that times out."""
+    """Free a group of Gloo after this time. Its destructor waits until a pending broadcast has timed out, and holds the
+    interpreter's lock meanwhile.
+    """
     kept = [group]
 
     def free() -> None:

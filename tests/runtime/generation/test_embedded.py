@@ -85,6 +85,15 @@ def test_greedy_answers_of_other_kinds_of_caches_are_those_of_transformers(famil
     assert ids(generator(model).generate(requests(), GREEDY)) == of_transformers(model)
 
 
+def test_the_cache_has_a_fixed_size_once_the_model_is_on_a_gpu(monkeypatch):
+    """A run moves its model there after it has made its engine."""
+    model = build()
+    engine = generator(model)
+    assert not engine._has_fixed_size(DRAWN)
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    assert engine._has_fixed_size(DRAWN) and not engine._has_fixed_size(GREEDY)
+
+
 @pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
 def test_log_probs_are_those_of_a_forward_pass(static):
     model = build()

@@ -1,6 +1,7 @@
 """Weights that a run sends to a server of generation: what arrives, and what a failed transfer leaves behind."""
 
 import http.client
+import io
 import os
 import socket
 import subprocess
@@ -258,6 +259,20 @@ def test_a_gpu_that_both_ends_use_is_no_member_of_nccl_twice(asked, backend, mon
     server._require_session = lambda _: SimpleNamespace(engine=engine)
     assert server.receive({"version": 1, **asked}, lambda _: None) == {"weights": 1}
     assert told == [backend]
+
+
+def test_weights_are_sent_from_where_the_model_is_by_then(monkeypatch):
+    """A run moves its model to the GPU after it has found the server."""
+    model = build()
+    with serving() as server:
+        made, asked = client(model, server), []
+        monkeypatch.setattr(type(model), "device", torch.device("cuda", 3))
+        monkeypatch.setattr("tasks.runtime.generation.remote_engine.gpu_of", lambda device: f"GPU {device.index}")
+        monkeypatch.setattr(
+            made, "_request", lambda *request: asked.append(request[-1]) or io.BytesIO(b'{"group":null}\n{}\n')
+        )
+        made.update_weights()
+    assert asked == [{"version": 1, "device": "cuda", "gpus": ["GPU 3"]}]
 
 
 KILLED = """
