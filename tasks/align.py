@@ -13,6 +13,7 @@ from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
+from strata_platform import kept_log
 from strata_platform.spec import RunSpec
 from strata_platform.spec.local_files import require_local_files
 from strata_platform.spec.stages import Stages, before_its_stages, models_used, with_models
@@ -23,6 +24,7 @@ from tasks.runtime.process.log import configure_logging
 from tasks.runtime.report.comparison import Trial, render_comparison
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import CompletionRecord
+from tasks.steps.pod_log import pod_log
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +43,7 @@ def check_stages(stages: Stages) -> Stages:
     """Reject stages that cannot work before the first one costs anything.
 
     The models of earlier stages do not exist yet: a stage is checked with the model that they begin with, and without
-    their reward models.
+    their reward models. The log of each check is kept in the folder of its stage.
 
     Raises:
         ValueError: as `tasks.prepare.plan`, of any stage; or, on a cluster, the stages share no volume.
@@ -50,21 +52,27 @@ def check_stages(stages: Stages) -> Stages:
     stages.require_order()
     bases: dict[str, str] = {}
     for spec in stages.stages:
-        used = list(models_used(spec))
-        if used and not is_local() and not os.path.isabs(spec.output):
-            raise ValueError(
-                f"output {spec.output!r} is a folder inside each pod, but {used[0][0]} of stage {spec.name!r} is the "
-                "model of another pod; set output to a folder on a volume that all pods of the stages mount"
-            )
-        try:
-            checked = before_its_stages(spec, bases)
-            require_local_files(checked)
-            run_checks("plan", "spec", spec=checked)
-        except ValueError as error:
-            raise ValueError(f"stage {spec.name!r}: {error}") from error
-        bases[spec.name] = checked.model.name
+        with pod_log(spec, kept_log.PLAN, local=is_local()):
+            bases[spec.name] = _check_stage(spec, bases)
     log.info("stages: %s", ", ".join(f"{spec.name} ({spec.objective.type})" for spec in stages.stages))
     return stages
+
+
+def _check_stage(spec: RunSpec, bases: dict[str, str]) -> str:
+    """The model that a stage begins with. bases: those of the stages before."""
+    used = list(models_used(spec))
+    if used and not is_local() and not os.path.isabs(spec.output):
+        raise ValueError(
+            f"output {spec.output!r} is a folder inside each pod, but {used[0][0]} of stage {spec.name!r} is the "
+            "model of another pod; set output to a folder on a volume that all pods of the stages mount"
+        )
+    try:
+        checked = before_its_stages(spec, bases)
+        require_local_files(checked)
+        run_checks("plan", "spec", spec=checked)
+    except ValueError as error:
+        raise ValueError(f"stage {spec.name!r}: {error}") from error
+    return checked.model.name
 
 
 @task(**CONTROL_TASK)

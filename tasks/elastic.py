@@ -21,13 +21,14 @@ from flytekitplugins.kfpytorch import Elastic
 from flytekitplugins.kfpytorch.error_handling import is_recoverable_worker_error
 from flytekitplugins.kfpytorch.task import PytorchElasticFunctionTask
 
+from strata_platform import kept_log
 from strata_platform.outcomes import PREEMPTED
 from strata_platform.spec import RunSpec
 from tasks.paths import directory, fetched, is_local
-from tasks.pod_log import pod_log
 from tasks.runtime.metrics import startup
 from tasks.runtime.process.error_explanations import MemoryKills
 from tasks.runtime.process.forks import prepare_to_fork
+from tasks.steps.pod_log import pod_log
 from tasks.steps.train_step import (
     described,
     end_stopped_pod,
@@ -62,7 +63,7 @@ class TrainingTask(PytorchElasticFunctionTask):
 
     def _execute(self, **kwargs: Any) -> Any:
         startup.mark_pod()
-        with pod_log(kwargs["spec"]):
+        with pod_log(kwargs["spec"], kept_log.TRAIN, local=is_local()):
             return self._train(**kwargs)
 
     def _train(self, **kwargs: Any) -> Any:

@@ -9,16 +9,16 @@ from flytekit import Deck, task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
-from strata_platform import progress_line
+from strata_platform import kept_log, progress_line
 from strata_platform.pod_settings import RETRIES
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.attempts import retried_by_flyte
 from tasks.paths import directory, fetched, file, is_local, is_stored
-from tasks.pod_log import pod_log
 from tasks.runtime.process import forks
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.steps import finish_step as steps
+from tasks.steps.pod_log import pod_log
 
 
 class Exported(NamedTuple):
@@ -33,7 +33,7 @@ class Exported(NamedTuple):
 def finish(spec: RunSpec, record: CompletionRecord, weights: FlyteDirectory, data: FlyteDirectory) -> Exported:
     """Evaluate a complete run, and write the model, the report and the record. The report is also the task's Deck."""
     configure_logging()
-    with pod_log(spec), retried_by_flyte(), _fork_server():
+    with pod_log(spec, kept_log.FINISH, local=is_local()), retried_by_flyte(), _fork_server():
         done = steps.finish(spec, record, fetched(weights), fetched(data))
     Deck("Training", done.report)
     outputs = Exported(directory(done.folder.model), file(done.folder.report), file(done.folder.record))

@@ -8,15 +8,17 @@ from typing import NamedTuple
 from flytekit import Cache, task
 from flytekit.types.directory import FlyteDirectory
 
+from strata_platform import kept_log
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.attempts import retried_by_flyte
 from tasks.paths import directory, fetched, is_local, is_stored
-from tasks.pod_log import pod_log
 from tasks.resources import CONTROL_TASK, PREPARE_TASK
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.run_folder import format_versions
 from tasks.runtime.run_folder.folder import data_folder
+from tasks.runtime.run_folder.kept_logs import copy_preparation_logs
 from tasks.steps import prepare_step as steps
+from tasks.steps.pod_log import pod_log
 from tasks.steps.prepare_step import Planned
 from tasks.topology import task_for
 
@@ -45,7 +47,7 @@ def prepare(recipe: DataRecipe, output: str, url: str, spec: RunSpec) -> Prepare
     spec: the run that has it prepared, where this pod's log is kept. The result does not depend on it.
     """
     configure_logging()
-    with pod_log(spec, data_folder(output, recipe)):
+    with pod_log(spec, kept_log.PREPARE, local=is_local(), data=data_folder(output, recipe)):
         with retried_by_flyte():
             folder, shares = steps.prepare(recipe, output, url)
         data = directory(folder)
@@ -61,7 +63,9 @@ def found(planned: Planned, spec: RunSpec) -> FlyteDirectory | None:
     address = steps.stored_data(planned)
     if address is not None and not is_stored(address):
         address = None
-    steps.name_data(spec, planned, address)
+    steps.log_data_source(planned, address)
+    if address or planned.url:
+        copy_preparation_logs(spec, data_folder(planned.output, planned.recipe))
     return FlyteDirectory.from_source(address) if address else None
 
 
@@ -69,7 +73,7 @@ def found(planned: Planned, spec: RunSpec) -> FlyteDirectory | None:
 def prepare_share(data: FlyteDirectory, share: str, spec: RunSpec) -> int:
     """Prepare a range of parts, without those that are done, and write them to the store. Returns their number."""
     configure_logging()
-    with pod_log(spec), retried_by_flyte():
+    with pod_log(spec, kept_log.PREPARE, local=is_local()), retried_by_flyte():
         return steps.prepare_share(fetched(data), share)
 
 
@@ -77,7 +81,7 @@ def prepare_share(data: FlyteDirectory, share: str, spec: RunSpec) -> int:
 def complete(data: FlyteDirectory, prepared: list[int], spec: RunSpec) -> FlyteDirectory:
     """Write the manifests after all parts. `prepared` only makes Flyte wait for them."""
     configure_logging()
-    with pod_log(spec):
+    with pod_log(spec, kept_log.PREPARE, local=is_local()):
         folder = fetched(data)
         with retried_by_flyte():
             steps.complete(folder)

@@ -7,11 +7,13 @@ from functools import partial
 from flytekit import dynamic, map_task, workflow
 from flytekit.types.directory import FlyteDirectory
 
+from strata_platform import kept_log
 from strata_platform.spec import RunSpec
 from tasks.finish import Exported, finish, finished
-from tasks.pod_log import pod_log
+from tasks.paths import is_local
 from tasks.prepare import complete, found, plan, prepare, prepare_share
 from tasks.resources import CONTROL_TASK, overrides, with_scheduling
+from tasks.steps.pod_log import pod_log
 from tasks.topology import task_for
 
 DEFAULT = RunSpec()
@@ -31,7 +33,7 @@ def finetune(spec: RunSpec = DEFAULT) -> Exported:
 @dynamic(**CONTROL_TASK, node_dependency_hints=[prepare])
 def start(spec: RunSpec) -> Exported:
     """Plan the run and start what is left of it: nothing, if it has finished before."""
-    with pod_log(spec):
+    with pod_log(spec, kept_log.PLAN, local=is_local()):
         planned = plan(spec)
         if (outputs := finished(spec, planned.recipe)) is not None:
             return outputs

@@ -2,9 +2,10 @@
 
     <output>/<name>/logs/20261128T221005Z-support-bot-w-0-0.jsonl
 
-Each start of a pod has a file of its own; nothing replaces or deletes it but who removes the run's folder. Its first
-line says whose it is, `{"pod": ..., "attempt": ...}`; each other one is a line of a process, `{"time": ..., "rank":
-..., "text": ...}`, or says how many were left out at that place, `{"dropped": ...}`.
+Each start of a pod has a file of its own; nothing replaces or deletes it but who removes the run's folder. That of a
+pod that does not train is named by its task, `<time>-<pod>.plan.jsonl`. The first line says whose the file is, `{"pod":
+..., "attempt": ...}`; each other one is a line of a process, `{"time": ..., "rank": ..., "text": ...}`, or says how
+many were left out at that place, `{"dropped": ...}`.
 
 The runtime writes these files; the backends read them.
 """
@@ -19,18 +20,24 @@ from typing import Any
 
 from strata_platform.runs import LogLine
 
+TRAIN, PLAN, PREPARE, FINISH = "train", "plan", "prepare", "finish"
+"""What the pod of a kept log does."""
+
 _NAME = re.compile(r"\d{8}T\d{6}Z-.+\.jsonl")
 # Of a progress line with a line of another pod's kept log.
 _FIELDS = ("time", "rank", "text", "source", "attempt", "kept")
 
 
-def file_name(started: float, pod: str) -> str:
+def file_name(started: float, pod: str, task: str = TRAIN) -> str:
     """The name of the kept log of a pod that started then; names sort by that time.
 
     >>> file_name(0.0, "bot-w-0-0")
     '19700101T000000Z-bot-w-0-0.jsonl'
+    >>> file_name(0.0, "bot-n0-0", PLAN)
+    '19700101T000000Z-bot-n0-0.plan.jsonl'
     """
-    return f"{datetime.fromtimestamp(started, UTC):%Y%m%dT%H%M%SZ}-{pod}.jsonl"
+    suffix = "" if task == TRAIN else f".{task}"
+    return f"{datetime.fromtimestamp(started, UTC):%Y%m%dT%H%M%SZ}-{pod}{suffix}.jsonl"
 
 
 def started(name: str) -> float:
@@ -48,6 +55,15 @@ def started(name: str) -> float:
 def is_kept_log(name: str) -> bool:
     """Whether a file of this name is a kept log."""
     return _NAME.fullmatch(name) is not None
+
+
+def is_of_training(name: str) -> bool:
+    """Whether a file of this name is the kept log of a pod that trains.
+
+    >>> [is_of_training(f"19700101T000000Z-{end}.jsonl") for end in ("bot-w-0-0", "bot-n0-0.plan")]
+    [True, False]
+    """
+    return is_kept_log(name) and not name.endswith((f".{PLAN}.jsonl", f".{PREPARE}.jsonl", f".{FINISH}.jsonl"))
 
 
 def header(pod: str, attempt: int) -> bytes:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flyte
 import flyte.report
 from flyte.io import Dir, File
 
-from strata_platform import progress_line
+from strata_platform import kept_log, progress_line
 from strata_platform.pod_settings import RETRIES
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.flyte2.files import fetched, is_local, stored
@@ -20,10 +18,11 @@ from tasks.flyte2.pod_overrides import IMAGE, size
 from tasks.runtime.metrics import startup
 from tasks.runtime.process.log import configure_logging
 from tasks.runtime.run_folder.folder import data_folder
-from tasks.runtime.run_folder.kept_logs import kept_logs
+from tasks.runtime.run_folder.kept_logs import copy_preparation_logs
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.steps import finish_step, prepare_step
 from tasks.steps.agent import train_in_pod
+from tasks.steps.pod_log import pod_log
 from tasks.steps.pod_sizes import CONTROL, PREPARE
 from tasks.steps.train_step import ENVIRONMENT
 
@@ -57,11 +56,6 @@ class Exported(NamedTuple):
     record: File
 
 
-def pod_log(spec: RunSpec, data: Path | None = None) -> AbstractContextManager[Any]:
-    """Keep the log of this pod in the run's folder, and beside the `data` that it prepares; not on one machine."""
-    return nullcontext() if is_local() else kept_logs(spec, data=data)
-
-
 # All are coroutines that block. Flyte runs them in the main thread of their pod, where they get SIGTERM, and other
 # functions in another thread.
 
@@ -70,7 +64,7 @@ def pod_log(spec: RunSpec, data: Path | None = None) -> AbstractContextManager[A
 async def prepare(recipe: DataRecipe, output: str, url: str, spec: RunSpec) -> Prepared:
     """Tokenize and pack; with a URL only plan it. spec: the run that has it prepared, where the log is kept."""
     configure_logging()
-    with final_unless_retried(), pod_log(spec, data_folder(output, recipe)):
+    with final_unless_retried(), pod_log(spec, kept_log.PREPARE, local=is_local(), data=data_folder(output, recipe)):
         folder, shares = prepare_step.prepare(recipe, output, url)
         data = await stored(folder)
         if not url and not is_local():
@@ -82,7 +76,7 @@ async def prepare(recipe: DataRecipe, output: str, url: str, spec: RunSpec) -> P
 async def prepare_share(data: Dir, share: str, spec: RunSpec) -> int:
     """Prepare a range of parts, without those that are done, and write them to the store. Returns their number."""
     configure_logging()
-    with final_unless_retried(), pod_log(spec):
+    with final_unless_retried(), pod_log(spec, kept_log.PREPARE, local=is_local()):
         return prepare_step.prepare_share(await fetched(data), share)
 
 
@@ -90,7 +84,7 @@ async def prepare_share(data: Dir, share: str, spec: RunSpec) -> int:
 async def complete(data: Dir, spec: RunSpec) -> Dir:
     """Write the manifests after all parts."""
     configure_logging()
-    with final_unless_retried(), pod_log(spec):
+    with final_unless_retried(), pod_log(spec, kept_log.PREPARE, local=is_local()):
         folder = await fetched(data)
         prepare_step.complete(folder)
         return await stored(folder)
@@ -103,7 +97,7 @@ async def train(spec: RunSpec, data: Dir) -> Trained:
     with final_unless_retried():
         folder = await fetched(data)
         startup.mark("data")
-        with pod_log(spec) as keep_the_rest:
+        with pod_log(spec, kept_log.TRAIN, local=is_local()) as keep_the_rest:
             record, weights = train_in_pod(spec, folder, keep_the_rest)
         # The processes are gone, so the GPUs are idle while the store is waited for.
         return Trained(record, await stored(weights))
@@ -115,7 +109,7 @@ async def finish(spec: RunSpec, record: CompletionRecord, weights: Dir, data: Di
     configure_logging()
     with final_unless_retried():
         folders = await fetched(weights), await fetched(data)
-        with pod_log(spec):
+        with pod_log(spec, kept_log.FINISH, local=is_local()):
             done = finish_step.finish(spec, record, *folders)
         await flyte.report.replace.aio(done.report)
         outputs = Exported(
@@ -145,7 +139,9 @@ async def found(planned: prepare_step.Planned, spec: RunSpec) -> Dir | None:
     address = prepare_step.stored_data(planned)
     if address is not None and not await Dir.from_existing_remote(address).exists():
         address = None
-    prepare_step.name_data(spec, planned, address)
+    prepare_step.log_data_source(planned, address)
+    if address or planned.url:
+        await asyncio.to_thread(copy_preparation_logs, spec, data_folder(planned.output, planned.recipe))
     return Dir.from_existing_remote(address) if address else None
 
 

@@ -15,7 +15,6 @@ from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.run_spec import Resources, Topology
 from tasks.runtime.run_folder import format_versions
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
-from tasks.runtime.run_folder.kept_logs import take_over_logs
 from tasks.steps.plan_checks import check_plan
 from tasks.steps.retry import retried
 
@@ -125,18 +124,13 @@ def stored_data(planned: Planned) -> str | None:
     return None if planned.url or not note.exists() else note.read_text(encoding="utf-8")
 
 
-def name_data(spec: RunSpec, planned: Planned, address: str | None) -> None:
-    """Log which data the run reads, and take over the log of their preparation if another run had them prepared.
-
-    address: where they are stored; None if a task prepares them, unless Flyte's cache has what it returned before.
-    """
+def log_data_source(planned: Planned, address: str | None) -> None:
+    """Log which data the run reads. address: where an earlier run has stored them; None if they are to be prepared."""
     name = planned.recipe.hash()
     if address:
-        log.info("the data of recipe %s are reused, which an earlier run has stored at %s", name, address)
+        log.info("reusing prepared data %s, stored at %s", name, address)
     else:
-        log.info("the data of recipe %s are prepared by the next task, unless Flyte has its result already", name)
-    if address or planned.url:
-        take_over_logs(spec, data_folder(planned.output, planned.recipe))
+        log.info("preparing data %s", name)
 
 
 def _address_of(folder: Path) -> Path:

@@ -115,15 +115,15 @@ def test_what_removed_pods_said_that_planned_and_prepared_stays_readable(cluster
     seed = time.time_ns() % 2**31
     first = cluster.submit("prepared", seed=seed, **SMALL)
     lines = kept_after_its_pods(cluster, first, tmp_path / "first")
-    (planned,) = [line for line in lines if line.text.startswith("the data of recipe")]
+    (planned,) = [line for line in lines if line.text.startswith("preparing data ")]
     (done,) = [line for line in lines if line.text.startswith("prepared in ")]
-    assert "are prepared by the next task" in planned.text and planned.rank is None and done.rank is None
+    assert planned.rank is None and done.rank is None
     assert len({planned.source, done.source}) == 2
     assert any(line.text.startswith("validation loss") for line in lines)
     # Another run of these data has no such pod.
     second = cluster.submit("reused", seed=seed, **SMALL)
     lines = kept_after_its_pods(cluster, second, tmp_path / "second")
-    assert any(line.text.startswith("the data of recipe") and "are reused" in line.text for line in lines)
+    assert any(line.text.startswith("reusing prepared data ") for line in lines)
     assert done in lines
 
 

@@ -10,9 +10,11 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from strata_platform import kept_log
 from strata_platform.spec import RunSpec
 from strata_platform.spec.stages import Stages
 from tasks import align
+from tasks.runtime.run_folder import kept_logs
 from tasks.runtime.run_folder.record import CompletionRecord
 from tests.runtime.helpers.preference_pairs import PAIRS, write_pairs
 from tests.runtime.helpers.pretrained_folder import save_pretrained
@@ -125,9 +127,25 @@ def test_a_later_stage_is_looked_at_before_the_first(tmp_path):
 
 
 def test_on_a_cluster_stages_need_a_common_volume(tmp_path, monkeypatch):
-    monkeypatch.setattr(align, "is_local", lambda: False)
+    on_a_cluster(monkeypatch)
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(Exception, match=r"model\.name of stage 'second' is the model of another pod"):
         align.check_stages(stages=stages_of(tmp_path, output="out"))
+
+
+def test_a_stage_that_is_rejected_on_a_cluster_leaves_the_log_of_its_check(tmp_path, monkeypatch):
+    on_a_cluster(monkeypatch)
+    with pytest.raises(Exception, match="stage 'second'"):
+        align.check_stages(stages=stages_of(tmp_path))
+    (file,) = (tmp_path / "second" / "logs").glob("*.plan.jsonl")
+    assert any("rows.jsonl" in line.text for line in kept_log.parse(file.name, file.read_bytes()))
+
+
+def on_a_cluster(monkeypatch):
+    monkeypatch.setattr(align, "is_local", lambda: False)
+    for module in (align, kept_logs):
+        # It would take the loggers from the tests that follow.
+        monkeypatch.setattr(module, "configure_logging", lambda: None)
 
 
 def test_a_model_that_is_gone_is_told(folder, ended, tmp_path):

@@ -16,7 +16,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from strata_platform import kept_log
 from strata_platform.spec import RunSpec
-from tasks import elastic, finish, pod_log, topology
+from tasks import elastic, finish, topology
 from tasks.runtime.process import forks
 from tasks.runtime.run_folder import kept_logs
 from tasks.steps.train_step import wait_for_main_pod
@@ -33,11 +33,11 @@ where, how, start_method = sys.argv[3:]
 if where == "cluster":
     os.environ.update(train_step.ENVIRONMENT)
 from flytekit.exceptions.user import FlyteRecoverableException
-from tasks import elastic, pod_log
+from tasks import elastic
 from tests.helpers.rendezvous_events import name_methods_cheaply
 from tests.workflows.helpers.elastic_tasks import run
 name_methods_cheaply()
-elastic.is_local = pod_log.is_local = lambda: where == "local"
+elastic.is_local = lambda: where == "local"
 if how == "killed":
     elastic.MemoryKills = lambda: SimpleNamespace(sentence=lambda asked: f"the container's memory was used up, {asked}")
 try:
@@ -119,8 +119,7 @@ def test_a_pod_that_evaluates_keeps_its_log(tmp_path, monkeypatch):
     def fail(spec, record, weights, data):
         raise ValueError("the record is of another run")
 
-    for module in (finish, pod_log):
-        monkeypatch.setattr(module, "is_local", lambda: False)
+    monkeypatch.setattr(finish, "is_local", lambda: False)
     for module in (finish, kept_logs):
         monkeypatch.setattr(module, "configure_logging", lambda: None)
     monkeypatch.setattr(finish.steps, "finish", fail)

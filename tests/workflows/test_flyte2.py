@@ -215,6 +215,19 @@ def test_a_pod_of_any_task_keeps_its_log(flyte_2, tmp_path, monkeypatch):
         assert kept_log.parse(file.name, file.read_bytes())[-1].text == f"ValueError: {name} failed"
 
 
+def test_a_run_that_asks_for_what_no_task_of_flyte_2_has_leaves_its_log(flyte_2, tmp_path, monkeypatch):
+    from workflows.flyte2 import finetune as workflow
+
+    monkeypatch.setattr(workflow, "is_local", lambda: False)
+    monkeypatch.setattr(kept_logs, "configure_logging", lambda: None)
+    asked = {"pod_template": "strata-rdma", "queue": "research"}
+    spec = RunSpec.model_validate({"name": "refused", "output": str(tmp_path), "resources": asked})
+    with pytest.raises(Exception, match="pod_template is 'strata-rdma'"):
+        asyncio.run(workflow.finetune.func(spec))
+    (file,) = (tmp_path / "refused" / "logs").glob("*.plan.jsonl")
+    assert "pod_template is 'strata-rdma'" in kept_log.parse(file.name, file.read_bytes())[-1].text
+
+
 def test_a_pod_that_is_stopped_keeps_its_log_before_it_ends():
     program = (
         "import os, signal\nfrom tasks.steps.agent import end_on_sigterm\n"

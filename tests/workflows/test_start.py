@@ -8,6 +8,7 @@ import fsspec
 import pytest
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
+from flytekit.types.directory import FlyteDirectory
 
 from strata_platform import kept_log
 from strata_platform.spec import RunSpec
@@ -94,7 +95,7 @@ def logged():
     logger.setLevel(level)
 
 
-def test_the_logs_of_pods_that_plan_and_prepare_are_kept_and_a_run_that_reuses_the_data_takes_them_over(
+def test_the_logs_of_pods_that_plan_and_prepare_are_kept_and_a_run_that_reuses_the_data_copies_them(
     spec, tmp_path, monkeypatch, logged
 ):
     spec = spec.model_copy(update={"name": "first"})
@@ -104,8 +105,8 @@ def test_the_logs_of_pods_that_plan_and_prepare_are_kept_and_a_run_that_reuses_t
     # Of the same second, so in the order of the pods' names.
     prepared, planned = sorted(said(RunFolder.of(spec).logs).items(), key=lambda item: item[0].partition("-")[2])
     recipe = prepare.plan(spec).recipe
-    assert prepared[0].endswith("-first-n0-0-dn0-0.jsonl") and planned[0].endswith("-first-n0-0.jsonl")
-    assert f"the data of recipe {recipe.hash()} are prepared by the next task" in planned[1][-1]
+    assert prepared[0].endswith("-first-n0-0-dn0-0.prepare.jsonl") and planned[0].endswith("-first-n0-0.plan.jsonl")
+    assert planned[1][-1] == f"preparing data {recipe.hash()}"
     assert any("rows.jsonl: format text" in line for line in prepared[1]) and "prepared in" in prepared[1][-1]
     beside = data_folder(spec.output, recipe).with_name(f"{recipe.hash()}.logs")
     assert said(beside) == dict([prepared])
@@ -115,8 +116,8 @@ def test_the_logs_of_pods_that_plan_and_prepare_are_kept_and_a_run_that_reuses_t
     monkeypatch.setenv("STRATA_POD", "second-n0-0")
     assert PREPARE not in started(other)[0]
     kept = said(RunFolder.of(other).logs)
-    (own,) = [lines for name, lines in kept.items() if name.endswith("-second-n0-0.jsonl")]
-    assert own[0] == f"the data of recipe {recipe.hash()} are reused, which an earlier run has stored at {stored}"
+    (own,) = [lines for name, lines in kept.items() if name.endswith("-second-n0-0.plan.jsonl")]
+    assert own[0] == f"reusing prepared data {recipe.hash()}, stored at {stored}"
     assert kept[prepared[0]] == prepared[1] and len(kept) == 2
     assert {name.rpartition("/")[2] for name in STORE.ls(f"{url}/second/logs", detail=False)} == set(kept)
 
@@ -136,8 +137,21 @@ def test_a_run_that_is_rejected_and_data_that_cannot_be_prepared_leave_their_log
     with pytest.raises(ValueError, match=r"rows\.jsonl"):
         prepared_by(bad, "bad-n0-0-dn0-0", monkeypatch)
     ((name, lines),) = said(RunFolder.of(bad).logs).items()
-    assert name.endswith("-bad-n0-0-dn0-0.jsonl") and any("ValueError" in line for line in lines)
+    assert name.endswith("-bad-n0-0-dn0-0.prepare.jsonl") and any("ValueError" in line for line in lines)
     assert said(data_folder(bad.output, prepare.plan(bad).recipe).with_name(f"{prepare.plan(bad).recipe.hash()}.logs"))
+
+
+@pytest.mark.parametrize("name", ["prepare_share", "complete"])
+def test_the_other_pods_that_prepare_keep_their_log(spec, name, tmp_path, monkeypatch):
+    def fail(*_):
+        raise ValueError("a part is damaged")
+
+    monkeypatch.setattr(prepare.steps, name, fail)
+    given = {"prepare_share": {"share": "0:0-1"}, "complete": {"prepared": [2]}}[name]
+    with pytest.raises(ValueError, match="damaged"):
+        getattr(prepare, name).task_function(data=FlyteDirectory(str(tmp_path)), spec=spec, **given)
+    ((file, lines),) = said(RunFolder.of(spec).logs).items()
+    assert file.endswith(".prepare.jsonl") and lines[-1] == "ValueError: a part is damaged"
 
 
 def test_a_store_that_does_not_answer_costs_a_log_and_no_run(spec, monkeypatch, caplog, capsys):

@@ -6,6 +6,7 @@ import asyncio
 
 from flyte.io import Dir
 
+from strata_platform import kept_log
 from strata_platform.pod_settings import RETRIES
 from strata_platform.spec import RunSpec
 from tasks.flyte2.files import is_local
@@ -20,11 +21,11 @@ from tasks.flyte2.run import (
     finished,
     found,
     plan,
-    pod_log,
     prepare,
     prepare_share,
     train,
 )
+from tasks.steps.pod_log import pod_log
 
 DEFAULT = RunSpec()
 
@@ -37,9 +38,9 @@ async def finetune(spec: RunSpec = DEFAULT) -> Exported:
     """
     with final_unless_retried():
         asked = spec.resources
-        # Also a check: a task of Flyte 2 cannot have all that a spec may ask for.
-        trains, evaluates = overrides(asked, trains=True), overrides(asked, gpus=1)
-        with pod_log(spec):
+        with pod_log(spec, kept_log.PLAN, local=is_local()):
+            # Also a check: a task of Flyte 2 cannot have all that a spec may ask for.
+            trains, evaluates = overrides(asked, trains=True), overrides(asked, gpus=1)
             planned = await asyncio.to_thread(plan, spec)
             if (outputs := await finished(spec, planned.recipe)) is not None:
                 return outputs

@@ -23,8 +23,9 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from strata_platform import kept_log
 from strata_platform.file_io import write_atomic
@@ -51,8 +52,8 @@ LAST_SECONDS = 15.0
 # Newest lines that a new pod repeats of each earlier one, and of all; how many pods it looks at, and bytes of each.
 REPEATED_EACH, REPEATED = 200, 1000
 REPEATED_PODS, REPEATED_BYTES = 100, 1 << 18
-# Logs of the preparation of its data that a run takes over, the newest ones: of failed attempts, and of two at once.
-TAKEN_OVER = 10
+# Newest logs of the preparation of its data that a run copies: of failed attempts, and of two pods at once.
+PREPARATION_LOGS = 10
 # More than the first line of a file has.
 HEADER_BYTES = 1 << 10
 
@@ -200,7 +201,9 @@ class LogKeeper:
 
 
 @contextmanager
-def kept_logs(spec: RunSpec, rank: int | None = None, data: Path | None = None) -> Iterator[Callable[[], object]]:
+def kept_logs(
+    spec: RunSpec, rank: int | None = None, *, task: str = kept_log.TRAIN, data: Path | None = None
+) -> Iterator[Callable[[], object]]:
     """Keep what this process and those that it starts print, until the end of the block, with its exception.
 
     Yields a function that ends it earlier, for a process that ends without the end of the block.
@@ -208,11 +211,12 @@ def kept_logs(spec: RunSpec, rank: int | None = None, data: Path | None = None) 
     Args:
         spec: The run of which this is a pod.
         rank: Which process of the run this one's own lines count as; None for none.
+        task: What the pod does, for the name of the file.
         data: The folder of the data that this pod prepares, beside which its log is kept, too.
     """
     configure_logging()
     pod = os.environ.get(POD_NAME) or socket.gethostname()
-    name = kept_log.file_name(time.time(), pod)
+    name = kept_log.file_name(time.time(), pod, task)
     try:
         temporary = tempfile.mkdtemp(prefix="strata-output-")
         # The pod's processes read the name of the kept log from its name.
@@ -252,19 +256,41 @@ def _nothing() -> None:
     return
 
 
-def _places(spec: RunSpec, name: str, *, warn: bool = True) -> list[_Place]:
-    folder = RunFolder.of(spec)
-    places = [_Place(str(folder.logs), VOLUME_SECONDS, lambda content: _write(folder.logs / name, content))]
+class _Folder(NamedTuple):
+    """A folder with the logs of a run: where, how often a log is copied to it, how, and the sizes of those in it."""
+
+    where: str
+    seconds: float
+    write: Callable[[str, bytes], object]
+    sizes: Callable[[], dict[str, int]]
+
+
+def _folders(spec: RunSpec) -> list[_Folder]:
+    folder = RunFolder.of(spec).logs
+    folders = [
+        _Folder(
+            str(folder),
+            VOLUME_SECONDS,
+            lambda name, content: _write(folder / name, content),
+            lambda: {path.name: path.stat().st_size for path in folder.glob("*.jsonl")},
+        )
+    ]
     if spec.checkpoint.url:
         url = f"{spec.checkpoint.url.rstrip('/')}/{spec.name}/{LOGS}"
-        places.append(_Place(url, STORE_SECONDS, lambda content: _store(url, name, content)))
-    elif warn and _is_of_the_pod(Path(spec.output)):
+        folders.append(
+            _Folder(url, STORE_SECONDS, lambda name, content: _store(url, name, content), lambda: _stored_sizes(url))
+        )
+    return folders
+
+
+def _places(spec: RunSpec, name: str) -> list[_Place]:
+    if not spec.checkpoint.url and _is_of_the_pod(Path(spec.output)):
         log.warning(
             "this pod's log will be lost with the pod: output %s is on the pod's own disk; set output to a folder on a "
             "volume, or checkpoint.url",
             spec.output,
         )
-    return places
+    return [_Place(folder.where, folder.seconds, partial(folder.write, name)) for folder in _folders(spec)]
 
 
 def _is_of_the_pod(output: Path) -> bool:
@@ -290,25 +316,61 @@ def _store(url: str, name: str, content: bytes) -> None:
     files.pipe_file(f"{root.rstrip('/')}/{name}", content)
 
 
+def _stored_sizes(url: str) -> dict[str, int]:
+    files, root = open_url(url, "checkpoint.url")
+    try:
+        return {str(found["name"]).rpartition("/")[2]: int(found["size"]) for found in files.ls(root, detail=True)}
+    except FileNotFoundError:
+        return {}
+
+
 def _logs_of(data: Path) -> Path:
     """Where the logs of pods that prepared data are kept; beside the folder, so that the data stay as they are."""
     return data.with_name(f"{data.name}.{LOGS}")
 
 
-def take_over_logs(spec: RunSpec, data: Path) -> None:
-    """Copy the logs of the pods that prepared `data`, for another run, to where this run's are kept. Never raises."""
+def copy_preparation_logs(spec: RunSpec, data: Path) -> None:
+    """Copy the logs of the pods that prepared `data`, for another run, to where this run's are kept.
+
+    Never raises, and gives up after LAST_SECONDS, because training waits for it.
+    """
+    source, problems = _logs_of(data), list[str]()
+
+    def copy() -> None:
+        for folder in _folders(spec):
+            try:
+                _copy_missing(source, folder)
+            # The errors of stores' clients have no common base class.
+            except Exception as error:
+                problems.append(redacted(f"to {folder.where}: {type(error).__name__}: {error}"))
+
+    thread = threading.Thread(target=copy, name="preparation-logs", daemon=True)
     try:
-        names = sorted(path.name for path in _logs_of(data).glob("*.jsonl") if kept_log.is_kept_log(path.name))
-        for name in names[-TAKEN_OVER:]:
-            content = (_logs_of(data) / name).read_bytes()
-            for place in _places(spec, name, warn=False):
-                place.copy(content, now=True)
-    except OSError as error:
-        log.warning("the log of the preparation of the data cannot be read: %s", error)
+        thread.start()
+        thread.join(LAST_SECONDS)
+    except RuntimeError as error:
+        problems.append(str(error))
+    found = [*problems, f"copying takes longer than {LAST_SECONDS:.0f} s"] if thread.is_alive() else problems
+    if found:
+        log.warning(
+            "the earlier log of the preparation of the data is not copied, and still is in %s: %s",
+            source,
+            "; ".join(found),
+        )
+
+
+def _copy_missing(source: Path, folder: _Folder) -> None:
+    """Copy the newest logs in `source` that a folder of a run does not have, or has only the beginning of."""
+    paths = sorted(path for path in source.glob("*.jsonl") if kept_log.is_kept_log(path.name))[-PREPARATION_LOGS:]
+    kept = folder.sizes() if paths else {}
+    for path in paths:
+        content = path.read_bytes()
+        if kept.get(path.name) != len(content):
+            folder.write(path.name, content)
 
 
 def repeated_lines(spec: RunSpec) -> list[LogLine]:
-    """The last lines of the pods that this run had before, by time; [] if their logs cannot be read.
+    """The last lines of the pods in which this run trained before, by time; [] if their logs cannot be read.
 
     A pod that lives prints them for readers who have nothing but the logs of pods. Raises no error.
     """
@@ -334,9 +396,9 @@ def repeated_lines(spec: RunSpec) -> list[LogLine]:
 
 
 def _earlier(names: Iterable[str]) -> list[str]:
-    """Of these files, the logs of the newest pods before this one."""
+    """Of these files, the logs of the newest pods that trained before this one."""
     own = Path(os.environ[VARIABLE]).name
-    return sorted(name for name in names if kept_log.is_kept_log(name) and name != own)[-REPEATED_PODS:]
+    return sorted(name for name in names if kept_log.is_of_training(name) and name != own)[-REPEATED_PODS:]
 
 
 def _stored_ends(files: Any, path: str) -> bytes:

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -15,7 +16,13 @@ from tasks.runtime.process import kept_output
 from tasks.runtime.process.kept_output import VARIABLE, OutputFile
 from tasks.runtime.run_folder import kept_logs as module
 from tasks.runtime.run_folder.folder import RunFolder
-from tasks.runtime.run_folder.kept_logs import Excerpt, OutputReader, kept_logs, repeated_lines
+from tasks.runtime.run_folder.kept_logs import (
+    Excerpt,
+    OutputReader,
+    copy_preparation_logs,
+    kept_logs,
+    repeated_lines,
+)
 from tasks.runtime.training.session import _locked_folder
 
 
@@ -175,6 +182,10 @@ def test_the_next_pod_repeats_what_the_lost_one_said_last(tmp_path, monkeypatch,
     lines = [kept_log.entry(float(number), 0, f"line {number}") for number in range(300)]
     (logs / lost).write_bytes(b"".join([kept_log.header("bot-w-0-0", 0), *lines]))
     (logs / "notes.jsonl").write_text("not a kept log")
+    # More than it looks at, of pods that did not train.
+    for number in range(module.REPEATED_PODS):
+        other = kept_log.file_name(60.0 + number, "bot-n0-0", ("plan", "prepare", "finish")[number % 3])
+        (logs / other).write_bytes(kept_log.header("bot-n0-0", 0) + kept_log.entry(99.0, None, "of no training"))
     monkeypatch.setenv(progress_line.VARIABLE, "1")
     with kept_logs(here), _locked_folder(here, RunFolder.of(here), None, []):
         print("of this pod")
@@ -194,3 +205,64 @@ def test_the_next_pod_repeats_what_the_lost_one_said_last(tmp_path, monkeypatch,
     assert {(line.source, line.kept) for line in again} == {("bot-w-0-0", lost)}
     # On one machine nothing is repeated.
     assert repeated_lines(here) == []
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    """The folder of data with the logs of 12 pods that prepared them, oldest first."""
+    data = tmp_path / "data" / "5b1c"
+    logs = data.with_name("5b1c.logs")
+    logs.mkdir(parents=True)
+    for number in range(12):
+        content = kept_log.header("other-n0-0", 0) + kept_log.entry(float(number), None, f"prepared {number}")
+        (logs / kept_log.file_name(float(number), "other-n0-0", "prepare")).write_bytes(content)
+    return data
+
+
+def test_a_run_copies_the_newest_logs_of_the_preparation_that_it_has_not(tmp_path, prepared, monkeypatch, caplog):
+    here = spec(tmp_path, checkpoint={"url": f"file://{tmp_path}/store"})
+    copied, logs = [], RunFolder.of(here).logs
+    write, store = module._write, module._store
+    monkeypatch.setattr(module, "_write", lambda path, content: (copied.append(path.name), write(path, content)))
+    monkeypatch.setattr(module, "_store", lambda url, name, content: (copied.append(name), store(url, name, content)))
+    copy_preparation_logs(here, prepared)
+    newest = sorted(path.name for path in prepared.with_name("5b1c.logs").iterdir())[2:]
+    assert sorted(path.name for path in logs.iterdir()) == newest and sorted(copied) == sorted(2 * newest)
+    # Another attempt copies what is missing: a file, and the end of one.
+    copied.clear()
+    (tmp_path / "store" / "bot" / "logs" / newest[3]).unlink()
+    (logs / newest[5]).write_bytes(b"{}")
+    copy_preparation_logs(here, prepared)
+    assert copied == [newest[5], newest[3]] and not caplog.text
+
+
+def test_a_store_that_is_away_is_asked_once_for_the_logs_of_the_preparation(tmp_path, prepared, monkeypatch, caplog):
+    asked = []
+
+    def away(url, name, content):
+        asked.append(name)
+        raise ConnectionError("no route to s3://me:word@bucket")
+
+    monkeypatch.setattr(module, "_store", away)
+    monkeypatch.setattr(module, "_stored_sizes", lambda url: {})
+    here = spec(tmp_path, checkpoint={"url": "s3://bucket/runs"})
+    copy_preparation_logs(here, prepared)
+    (record,) = caplog.records
+    assert len(asked) == 1 and len(list(RunFolder.of(here).logs.iterdir())) == module.PREPARATION_LOGS
+    assert record.getMessage() == (
+        f"the earlier log of the preparation of the data is not copied, and still is in {prepared}.logs: to "
+        "s3://bucket/runs/bot/logs: ConnectionError: no route to s3://...@bucket"
+    )
+
+
+def test_a_store_that_hangs_does_not_keep_a_run_from_training(tmp_path, prepared, monkeypatch, caplog):
+    answers = threading.Event()
+    monkeypatch.setattr(module, "LAST_SECONDS", 0.2)
+    monkeypatch.setattr(module, "_stored_sizes", lambda url: answers.wait(60) and {})
+    monkeypatch.setattr(module, "_store", lambda url, name, content: None)
+    try:
+        copy_preparation_logs(spec(tmp_path, checkpoint={"url": "s3://bucket/runs"}), prepared)
+        (record,) = caplog.records
+        assert "still is in" in record.getMessage() and "copying takes longer than" in record.getMessage()
+    finally:
+        answers.set()
