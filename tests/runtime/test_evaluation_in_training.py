@@ -100,6 +100,14 @@ def test_the_loss_is_the_mean_over_tokens_that_transformers_computes(evaluated):
     assert record.best_step == min(evaluations(spec), key=lambda evaluation: evaluation[1])[0]
 
 
+def test_a_run_without_a_whole_part_of_an_epoch_is_warned(output, caplog):
+    changes = {"training": {"steps": 2, "micro_batch_size": 1}, "checkpoint": {"per_epoch": 1}}
+    train_spec(make_spec(output, "short", {"per_epoch": 1}, "torch", **changes))
+    told = [text for text in caplog.messages if "for the first time" in text]
+    assert [text.split(":")[0] for text in told] == ["checkpoint.per_epoch", "evaluation.per_epoch"]
+    assert "and the run has 2; set checkpoint.every for checkpoints before its end" in told[0]
+
+
 def test_every_evaluation_writes_samples_and_its_time(evaluated):
     spec, record = evaluated
     assert [len(evaluation.samples) for evaluation in record.evaluations] == [2, 2]

@@ -171,7 +171,7 @@ class Evaluation(Section):
     task_limit: Count | None = Field(None, description="Maximum number of examples per task.")
 
     @property
-    def asked_by(self) -> str | None:
+    def interval_field(self) -> str | None:
         """The field that asks for evaluations during training; None without any."""
         if self.per_epoch is not None:
             return "evaluation.per_epoch"
@@ -408,7 +408,7 @@ class RunSpec(Section):
         return self._is_due(step, self.evaluation.every, self.evaluation.per_epoch, rows)
 
     def _is_due(self, step: int, every: int | None, per_epoch: int | None, rows: int | None) -> bool:
-        """A function of the step and of what all attempts of a run share, so that each of them decides alike."""
+        """A function of the step and of what all attempts of a run share: all save and evaluate after the same ones."""
         if per_epoch is None:
             return every is not None and step % every == 0
         assert rows is not None, "the spec is rejected with data.streaming"

@@ -116,10 +116,11 @@ class TrainingEvaluator:
 
 def require_validation_rows(evaluation: Evaluation, data: PreparedData) -> None:
     """Raises ValueError if the spec asks for evaluations and the data has nothing to evaluate on."""
-    if evaluation.asked_by and not data.manifest.validation.target_tokens:
+    field = evaluation.interval_field
+    if field and not data.manifest.validation.target_tokens:
         raise ValueError(
-            f"{evaluation.asked_by} needs validation rows, and data.validation_fraction leaves none with a token to "
-            f"learn; raise data.validation_fraction, set data.validation_source, or leave {evaluation.asked_by} out"
+            f"{field} needs validation rows, and data.validation_fraction leaves none with a token to learn; raise "
+            f"data.validation_fraction, set data.validation_source, or leave {field} out"
         )
 
 

@@ -101,7 +101,7 @@ class WeightGroup:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Free what a communicator takes of the GPU; after an error, also end the kernels that wait for a member."""
         if not self._of_nccl and kind is not None:
-            _keep(self._group, self._timeout.total_seconds())
+            _free_later(self._group, self._timeout.total_seconds())
         elif self._of_nccl:
             try:
                 self._group.shutdown() if kind is None else self._group.abort()
@@ -171,7 +171,7 @@ def watched_sender(store: Any, prefix: str, is_there: Callable[[], bool]) -> Ite
         thread.join()
 
 
-def _keep(group: Any, seconds: float) -> None:
+def _free_later(group: Any, seconds: float) -> None:
     """Free a group of Gloo after this time. Its destructor waits until a pending broadcast has timed out, and holds the
     interpreter's lock meanwhile.
     """

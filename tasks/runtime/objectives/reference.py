@@ -39,7 +39,7 @@ def disables_adapter(reference: str, adapter: Adapter) -> bool:
 def with_initial_log_probs(context: ObjectiveContext, score: Score) -> PreparedData:
     """Add the log-probabilities of the model before training to all rows that training reads. A collective."""
     data = with_reference_log_probs(context, score)
-    if context.spec.evaluation.asked_by is None:
+    if context.spec.evaluation.interval_field is None:
         return data
     return with_reference_log_probs(replace(context, data=data), score, split="validation")
 
@@ -72,9 +72,9 @@ def with_reference_log_probs(
     if not context.processes.on_main(path.is_file):
         if context.continues and split == "validation":
             raise ValueError(
-                f"{path} is missing: {spec.evaluation.asked_by} compares validation rows with the model before "
+                f"{path} is missing: {spec.evaluation.interval_field} compares validation rows with the model before "
                 "training, whose log-probabilities only the first start of a run can compute; leave "
-                f"{spec.evaluation.asked_by} out to continue this run, or choose another name and train again"
+                f"{spec.evaluation.interval_field} out to continue this run, or choose another name and train again"
             )
         if context.continues:
             raise ValueError(

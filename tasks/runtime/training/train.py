@@ -249,7 +249,7 @@ def build_job(
     )
     load = partial(_load, run, model, optimizer)
     evaluator = None
-    if run.spec.evaluation.asked_by:
+    if run.spec.evaluation.interval_field:
         evaluator = TrainingEvaluator(
             run.spec,
             run.processes,

@@ -67,7 +67,7 @@ def plan_kernels(spec: RunSpec) -> Plan:
             with torch.no_grad():
                 for batch in (first, *others):
                     plan += record(partial(model, **model_inputs(batch), logits_to_keep=1))
-        if spec.evaluation.asked_by:
+        if spec.evaluation.interval_field:
             # Without gradients, operators launch other variants of their kernels.
             model.eval()
             with torch.no_grad():

@@ -49,6 +49,8 @@ def test_schema_closes_every_section_and_describes_every_field():
         assert section["description"]
         assert all(field["description"] for field in section["properties"].values())
     assert schema["$defs"]["Ddp"]["required"] == ["type"]
+    roles = schema["$defs"]["Data"]["properties"]["roles"]
+    assert roles["propertyNames"] == {"enum": ["system", "user", "assistant", "tool", "function_call"]}
 
 
 def test_schema_has_the_limits_that_the_models_have():

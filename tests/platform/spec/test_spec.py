@@ -1079,3 +1079,16 @@ def test_a_reward_has_the_head_of_one_which_an_adapter_trains_whole():
     again = RunSpec.model_validate_json(spec.model_dump_json())
     assert again == spec and again.model.head == "score"
     assert RunSpec(model=spec.model).model.head == "tokens"
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"message_keys": {"role": "by", "content": "by"}}, "'by' is read as 'role' and 'content'; leave one out"),
+        ({"message_keys": {"role_tag": "by"}}, "'role_tag': keys are those that templates read"),
+        ({"roles": {"user": "a", "assistant": ["a"]}}, "'a' stands for 'user' and for 'assistant'; leave one out"),
+    ],
+)
+def test_mappings_of_messages_that_contradict_themselves_are_errors(settings, problem):
+    with pytest.raises(SpecError, match=re.escape(problem)):
+        RunSpec.model_validate({"data": {"source": "rows.jsonl", **settings}})

@@ -37,7 +37,7 @@ def _evaluation(evaluation: Evaluation, checkpoint: Checkpoint) -> Iterator[Cont
     }
     yield from (
         Contradiction(
-            given and evaluation.asked_by is None,
+            given and evaluation.interval_field is None,
             (field, "evaluation.every", "evaluation.per_epoch"),
             "set, but neither evaluation.every nor evaluation.per_epoch is, so that nothing is evaluated during "
             f"training; set one of them, or leave {field} out",
@@ -75,11 +75,11 @@ def _during(spec: RunSpec) -> Iterator[Contradiction]:
     evaluation, parallel = spec.evaluation, spec.parallel
     sources = spec.data.single_sources()
     yield Contradiction(
-        evaluation.asked_by is not None
+        evaluation.interval_field is not None
         and not any(source.validation_only or source.data.validation_fraction for source in sources),
-        (evaluation.asked_by or "evaluation.every", "data.validation_fraction"),
+        (evaluation.interval_field or "evaluation.every", "data.validation_fraction"),
         "set, but data.validation_fraction 0 holds no rows out to evaluate on; set data.validation_fraction or "
-        f"data.validation_source, or leave {evaluation.asked_by} out",
+        f"data.validation_source, or leave {evaluation.interval_field} out",
     )
     sharded = parallel.type == "fsdp" or (parallel.type == "deepspeed" and parallel.stage == 3)
     yield Contradiction(

@@ -81,6 +81,12 @@ def _distinct(keys: dict[str, str]) -> dict[str, str]:
     for key in keys.values():
         if len(found := [name for name, other in keys.items() if other == key]) > 1:
             raise ValueError(f"{key!r} is read as {' and '.join(map(repr, found))}; leave one out")
+    # LLaMA-Factory's `tags`.
+    if tags := [name for name in keys if name.endswith("_tag")]:
+        raise ValueError(
+            f"{', '.join(map(repr, tags))}: keys are those that templates read, such as role and content; names of "
+            "roles belong to data.roles"
+        )
     return keys
 
 
@@ -99,7 +105,8 @@ _MessageKeys = Annotated[
     dict[Text, Text], AfterValidator(_distinct), Allowed("a mapping such as {role: speaker, content: text}")
 ]
 _Names = Annotated[tuple[Text, ...], Field(min_length=1)]
-_MessageRole = Role | Literal["function_call"]
+# As one type: pydantic leaves the keys of a union out of the JSON Schema.
+_MessageRole = Literal["system", "user", "assistant", "tool", "function_call"]
 _Roles = Annotated[
     dict[_MessageRole, _Names],
     BeforeValidator(_as_lists, json_schema_input_type=dict[_MessageRole, Text | _Names]),

@@ -54,8 +54,9 @@ def messages_of(row: Row, column: str, data: Data = _DEFAULTS) -> Messages:
     """
     value = row.value(column)
     if is_transcript(value):
-        value = _of_transcript(row.text(column))
-    elif is_json_chat(value, data):
+        # Its names of roles are not those of the data's messages.
+        return [_checked(message, row.where) for message in _of_transcript(row.text(column))]
+    if is_json_chat(value, data):
         value = _of_json(row.text(column), f"{row.where}: column {column!r}")
     if not isinstance(value, list):
         way_out = " or JSON of one; write it by json.dumps, or give a list" if isinstance(value, str) else ""
@@ -130,7 +131,12 @@ def _message(value: Any, where: str, data: Data) -> dict[str, Any]:
             f"{{'type': 'function', 'function': ...}}, or name {_CALL!r} in data.ignore_columns"
         )
     require_no_media_keys(held, where)
-    message = _with_weight(_with_text(_with_role(held, where, data)), where)
+    return _checked(_with_role(held, where, data), where)
+
+
+def _checked(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """The message with `role`, `content` and weight as chat templates and the loss read them. Raises RowError."""
+    message = _with_weight(_with_text(message), where)
     if "tool_calls" in message:
         message["tool_calls"] = drop_nulls(message["tool_calls"])
         called_functions(message["tool_calls"], where)

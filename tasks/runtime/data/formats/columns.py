@@ -148,7 +148,6 @@ _MEANINGS: dict[str, _Meaning] = {
     },
     "videos": _Meaning((*_RAW, *CHATS), _is_given, "holds videos", "only texts, images and audio are read"),
     "functions": _Meaning(CHATS, _is_given, "holds the tools of the chat", f"rename it to {TOOLS!r}"),
-    TEMPLATE_KWARGS: _Meaning(CHATS, _is_given, "changes how the chat is rendered", "drop the column"),
 }
 _SYNONYMS = {
     **{synonym: medium.columns[0] for medium in MEDIA for synonym in medium.columns[1:]}, "video": "videos",

@@ -20,10 +20,11 @@ from strata_platform.spec.sections.data import Data
 from tasks.runtime.data.chat.message_keys import unread_keys, unread_kwargs
 from tasks.runtime.data.chat.special_tokens import texts_in
 from tasks.runtime.data.chat.template_kwargs import COLUMN as TEMPLATE_KWARGS
+from tasks.runtime.data.chat.tools import COLUMN as TOOLS
 from tasks.runtime.data.formats.columns import CHATS, PROMPTS, Unread, columns_of, keys_in, optional_columns
 from tasks.runtime.data.formats.format_choice import choose_format
 from tasks.runtime.data.formats.known_formats import Format, make_format, raw_text
-from tasks.runtime.data.formats.own_format import is_own, own_digest
+from tasks.runtime.data.formats.own_format import is_own, is_own_chat, own_digest
 from tasks.runtime.data.formats.scores import score_column
 from tasks.runtime.data.formats.teacher_columns import teacher_columns
 from tasks.runtime.data.media.media_processor import processor_of
@@ -142,7 +143,11 @@ def make_plan(
     extra += [*([] if score is None else [score]), *teacher]
     by = "" if recipe.data.template is None else f", prompts by data.template {recipe.data.template[:60]!r}"
     report(f"{source.name}: format {name}, from {', '.join((*columns, *extra))}{by}")
-    _report_unread(recipe, Unread(name, columns, recipe.data, score, teacher), name, first, report)
+    unread = Unread(name, columns, recipe.data, score, teacher)
+    if is_own_chat(recipe.data):
+        # They are passed to the template with the messages that the class makes.
+        unread.read |= {TOOLS, TEMPLATE_KWARGS}
+    _report_unread(recipe, unread, name, first, report)
     tokenizer = _tokenizer(recipe, source, parts, name, columns, report)
     processor = processor_of(recipe, tokenizer)
     row_format = make_format(name, columns, tokenizer, recipe.data, first, score, processor, teacher)
@@ -207,6 +212,16 @@ def _report_unread(recipe: DataRecipe, unread: Unread, name: str, first: list[Ro
     if missing := [column for column in recipe.data.ignore_columns if column not in known]:
         found = f"none of the first {len(first)} rows has {', '.join(map(repr, missing))}"
         warnings.warn(f"data.ignore_columns: {found}", stacklevel=5)
+    if name in CHATS and (missing := _missing_keys(recipe.data, known, first)):
+        found = f"no message of the first {len(first)} rows has {', '.join(map(repr, missing))}"
+        warnings.warn(f"data.message_keys: {found}", stacklevel=5)
+
+
+def _missing_keys(data: Data, known: set[str], first: list[Row]) -> list[str]:
+    """Keys of `data.message_keys` that no message has, be it one of a JSON text."""
+    texts = [text for row in first for text in texts_in(row.values)]
+    mapped = [key for key in data.message_keys.values() if key not in known]
+    return [key for key in mapped if not any(f'"{key}"' in text for text in texts)]
 
 
 def _tokenizer(

@@ -255,7 +255,7 @@ def test_prepared_data_of_other_keys_or_roles_is_not_reused(prepared: Prepare) -
     rows = [{"messages": _as({}, {"user": "assistant", "assistant": "bot"})}]
     first = prepared(rows, "{roles: {user: assistant}}")
     again = prepared(rows, "{roles: {user: [assistant]}}")
-    other = prepared(rows, "{roles: {user: assistant}, message_keys: {reasoning_content: thoughts}}")
+    other = prepared(rows, "{roles: {user: assistant}, message_keys: {content: content}}")
     assert first.manifest.recipe_hash == again.manifest.recipe_hash != other.manifest.recipe_hash
     assert _rows(first) == [_rendered(first, TALK)]
 
@@ -268,3 +268,22 @@ def test_keys_and_roles_of_rows_without_messages_are_warned_of(prepared: Prepare
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         prepared([{"messages": [ASKED, ANSWERS[0]]}], MAPPED)
+
+
+def test_a_mapped_key_that_no_message_has_is_warned_of(prepared: Prepare) -> None:
+    """Otherwise a turn of weight 0 would be learned for a letter."""
+    settings = "{message_keys: {weight: graed, content: text}, roles: {assistant: bot}}"
+    turns = [{"role": "user", "text": "2 + 2 ="}, {"role": "bot", "text": "4", "graded": 0}]
+    with pytest.warns(UserWarning, match=r"^data\.message_keys: no message of the first 1 rows has 'graed'$"):
+        prepared([{"messages": turns}], settings)
+
+
+def test_keys_within_json_texts_are_found(prepared: Prepare) -> None:
+    text = json.dumps([ASKED, ANSWERS[0]], ensure_ascii=False)
+    prepared([{"messages": text}], MAPPED)
+
+
+def test_roles_of_transcripts_are_not_mapped(prepared: Prepare) -> None:
+    rows = [{"chosen": "\n\nHuman: 2 + 2 =\n\nAssistant: 4", "rejected": "\n\nHuman: 2 + 2 =\n\nAssistant: 5"}]
+    mapped = prepared(rows, "{roles: {user: assistant, assistant: user}}", "dpo")
+    assert _rows(mapped) == _rows(prepared(rows, objective="dpo"))
