@@ -267,7 +267,7 @@ def test_a_cohort_lends_by_weight_and_takes_back_what_is_above_it(gang):
 
 def evicted(gang, name):
     """When Kueue will try a run again whose pods did not become ready."""
-    workload = gang.workload(name)
+    workload = gang.workload(name) or {}
     condition = condition_of(workload, "Evicted") or {}
     if condition.get("status") == "True" and condition["reason"] == "PodsReadyTimeout":
         return workload["status"].get("requeueState", {}).get("requeueAt")
