@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from functools import lru_cache
 from typing import Any
 
 from strata_platform.spec.sections.data import Data, TrainOn
+from tasks.runtime.data.chat.json_chat import AUTHORS, TEXTS, is_json_chat
 from tasks.runtime.data.chat.tools import called_functions, drop_nulls
 from tasks.runtime.data.formats.columns import HISTORY, INPUTS, system_columns
 from tasks.runtime.data.media.media_messages import join_parts, medium_of_part, require_no_media_keys, require_places
@@ -26,8 +26,6 @@ _ROLES = {
 }  # fmt: skip
 # A role of LLaMA-Factory's: the value is a call as JSON, or a list of them. Also a key of OpenAI's before `tool_calls`.
 _CALL = "function_call"
-# Keys that hold the author and the text of a message; the first of each is the one of chat templates.
-_AUTHORS, _TEXTS = ("role", "from"), ("content", "value")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 # Keys that say whether a message is learned, in axolotl, LLaMA-Factory and ms-swift, true by default.
@@ -69,6 +67,8 @@ def messages_of(row: Row, column: str, data: Data = _DEFAULTS) -> Messages:
 def answer_of(row: Row, column: str, data: Data) -> Messages:
     """The messages in `column`, which may also be one message, or the text of the assistant's. Raises RowError."""
     value = row.value(column)
+    if is_json_chat(value, data) and not is_transcript(value):
+        value = _of_json(row.text(column), f"{row.where}: column {column!r}")
     if isinstance(value, dict):
         return [_message(value, f"{row.where}: column {column!r}", data)]
     if is_text(value, data):
@@ -79,18 +79,6 @@ def answer_of(row: Row, column: str, data: Data) -> Messages:
 def is_transcript(value: Any) -> bool:
     """Whether a value is a chat as in hh-rlhf: a text of turns that begin with `Human:` and `Assistant:`."""
     return isinstance(value, str) and _TRANSCRIPT.match(value) is not None and "\n\nAssistant:" in value
-
-
-def is_json_chat(value: Any, data: Data) -> bool:
-    """Whether a value is a text that is the JSON of a list of messages, as a column of CSV holds them."""
-    keys = (*_AUTHORS, *_TEXTS, *data.message_keys.values())
-    return isinstance(value, str) and _json_chat(keys).match(value) is not None
-
-
-@lru_cache
-def _json_chat(keys: tuple[str, ...]) -> re.Pattern[str]:
-    # As a table of texts has it: `[{"role": "user", "content": "Hello"}]`
-    return re.compile(rf'\s*\[\s*\{{\s*"({"|".join(map(re.escape, keys))})"\s*:')
 
 
 def is_text(value: Any, data: Data) -> bool:
@@ -165,7 +153,7 @@ def _with_keys(message: dict[str, Any], where: str, keys: dict[str, str]) -> dic
 def _with_role(message: dict[str, Any], where: str, data: Data) -> dict[str, Any]:
     """Convert `{"from": "human", "value": ...}` to `role` and `content`. Raises RowError for an unknown `from`."""
     roles = {**_ROLES, _CALL: _CALL, **{name: role for role, names in data.roles.items() for name in names}}
-    author, text = (next((key for key in keys if key in message), None) for keys in (_AUTHORS, _TEXTS))
+    author, text = (next((key for key in keys if key in message), None) for keys in (AUTHORS, TEXTS))
     if author is None or (text is None and author != "role"):
         return message
     role = message[author]

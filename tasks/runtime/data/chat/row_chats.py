@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from strata_platform.spec.sections.data import Data
+from tasks.runtime.data.chat.json_chat import is_json_chat
 from tasks.runtime.data.chat.messages import (
     Messages,
     answer_of,
-    is_json_chat,
     is_text,
     messages_of,
     question_messages,

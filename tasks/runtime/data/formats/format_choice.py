@@ -5,10 +5,10 @@ from __future__ import annotations
 from strata_platform.spec import DataRecipe
 from strata_platform.spec.sections.data import Data
 from strata_platform.spec.sections.objectives import LABELLED
-from tasks.runtime.data.chat.messages import is_json_chat, is_transcript
 from tasks.runtime.data.chat.prompt_template import prompt_shape
 from tasks.runtime.data.formats.columns import PREFERENCES, Shape, columns_of, find_shape, known_shapes
 from tasks.runtime.data.formats.own_format import is_own, own_columns
+from tasks.runtime.data.formats.row_kind import TEXTS, holds_messages, require_known_objects
 from tasks.runtime.data.formats.token_rows import COLUMN as TOKENS
 from tasks.runtime.data.reading.rows import Row, RowError, suggestion
 
@@ -54,6 +54,9 @@ def choose_format(recipe: DataRecipe, rows: list[Row]) -> tuple[str, tuple[str, 
             f"{shape.columns[0]!r}); set objective.type to 'pretrain', or set data.prompt_column and "
             f"data.completion_column{_token_advice(recipe.objective, present)}"
         )
+    if shape.format in TEXTS:
+        for row in rows:
+            require_known_objects(shape.format, shape.columns, row, data)
     return _as_chat(shape, rows, data)
 
 
@@ -105,19 +108,15 @@ def _require_columns(data: Data, available: list[str]) -> None:
 
 
 def _as_chat(shape: Shape, rows: list[Row], data: Data) -> Shape:
-    """Name and columns of the format, judged by the first answer of rows that is not null: a text or messages.
+    """Name and columns of the format, judged by the first row whose answer is not null: texts or messages.
 
     Raises ValueError when answers are texts and have no prompt.
     """
-    if shape.format not in ("prompt_completion", "prompt", *PREFERENCES):
+    if shape.format not in (*TEXTS, *PREFERENCES):
         return shape
     column = shape.columns[-2] if shape.format in PREFERENCES else shape.columns[-1]
-    values = [row.values[column] for row in rows if isinstance(row.values, dict) and row.values.get(column) is not None]
-    if values and (
-        isinstance(values[0], list | dict)
-        or is_json_chat(values[0], data)
-        or (shape.format in PREFERENCES and is_transcript(values[0]))
-    ):
+    values = [row.values for row in rows if isinstance(row.values, dict) and row.values.get(column) is not None]
+    if values and holds_messages(shape.format, shape.columns, values[0], data):
         chats = {"prompt_completion": "chat", "prompt": "prompt_chat"}
         return shape._replace(format=chats.get(shape.format, "preference_chat"))
     if shape.format in PREFERENCES and len(shape.columns) == 2:

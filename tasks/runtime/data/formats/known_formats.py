@@ -51,6 +51,7 @@ from tasks.runtime.data.formats.row_documents import (
     templated_documents,
     text_documents,
 )
+from tasks.runtime.data.formats.row_kind import require_kind
 from tasks.runtime.data.formats.scores import with_scores
 from tasks.runtime.data.formats.teacher_columns import with_top_tokens
 from tasks.runtime.data.formats.token_rows import token_document
@@ -125,6 +126,8 @@ def make_format(
 
     def documents(row: Row) -> list[Document]:
         unread.require_harmless(row)
+        if data.template is None:
+            require_kind(name, columns, row, data)
         return build(row)
 
     return Format(name, documents, special, templates_to_save(data.chat_template, tokenizer) if chats else None, media)

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec import DataRecipe
 from strata_platform.spec.sections.data import Data
+from tasks.runtime.data.chat.json_chat import forms_of_key
 from tasks.runtime.data.chat.message_keys import unread_keys, unread_kwargs
 from tasks.runtime.data.chat.special_tokens import texts_in
 from tasks.runtime.data.chat.template_kwargs import COLUMN as TEMPLATE_KWARGS
@@ -221,7 +222,7 @@ def _missing_keys(data: Data, known: set[str], first: list[Row]) -> list[str]:
     """Keys of `data.message_keys` that no message has, be it one of a JSON text."""
     texts = [text for row in first for text in texts_in(row.values)]
     mapped = [key for key in data.message_keys.values() if key not in known]
-    return [key for key in mapped if not any(f'"{key}"' in text for text in texts)]
+    return [key for key in mapped if not any(form in text for form in forms_of_key(key) for text in texts)]
 
 
 def _tokenizer(

@@ -25,6 +25,8 @@ TEMPLATE = (
 # A text of a cell, learned if it is bold, and the role before it.
 TEXT = re.compile(r"(?:(system|user|assistant|tool) )?(\*\*)?`(.*?)`")
 
+GRPO = {"rewards": [{"function": "exact_match"}], "generation": {"max_new_tokens": 16}}
+
 Prepare = Callable[..., PreparedData]
 
 
@@ -74,15 +76,19 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def prepared(tmp_path: Path, tokenizer: str) -> Prepare:
-    def run(row: dict[str, Any], objective: str, **data: Any) -> PreparedData:
-        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    def run(row: dict[str, Any], objective: str, *others: dict[str, Any], **data: Any) -> PreparedData:
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (row, *others)))
         values = {
             "source": str(tmp_path / "rows.jsonl"), "packing": False, "validation_fraction": 0.0,
             # Documents far shorter than a row would be warned of.
             "sequence_length": 64 if objective == "pretrain" else 512, **data,
         }  # fmt: skip
         spec = RunSpec.model_validate(
-            {"data": values, "objective": {"type": objective}, "model": {"tokenizer": tokenizer}}
+            {
+                "data": values,
+                "objective": {"type": objective, **(GRPO if objective == "grpo" else {})},
+                "model": {"tokenizer": tokenizer},
+            }
         )
         return prepare(DataRecipe.from_spec(spec, fingerprint(spec)), tmp_path / "out", report=print)
 
@@ -154,8 +160,28 @@ TURNS = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content":
             {"chosen": json.dumps(TURNS), "rejected": json.dumps([TURNS[0], {"role": "assistant", "content": "5"}])},
             "dpo",
         ),
+        ({"prompt": json.dumps([{"id": 1, **TURNS[0]}]), "completion": json.dumps([{"id": 2, **TURNS[1]}])}, "sft"),
+        (
+            {
+                "prompt": json.dumps(TURNS[:1]),
+                "chosen": json.dumps({"content": "4", "role": "assistant"}),
+                "rejected": json.dumps({"role": "assistant", "content": "5"}),
+            },
+            "dpo",
+        ),
+        ({"prompt": json.dumps(TURNS[:1]), "completion": "4"}, "sft"),
+        ({"prompt": json.dumps(TURNS[:1]), "chosen": "4", "rejected": "5"}, "dpo"),
     ],
-    ids=["messages", "prompt and completion", "a completion", "pairs"],
+    ids=[
+        "messages",
+        "prompt and completion",
+        "a completion",
+        "pairs",
+        "other keys first",
+        "one message",
+        "a prompt",
+        "a prompt of pairs",
+    ],
 )
 def test_messages_that_a_table_holds_as_json_are_read(row: dict[str, str], objective: str, prepared: Prepare) -> None:
     data = prepared(row, objective)
@@ -174,3 +200,74 @@ def test_messages_that_a_table_holds_as_json_are_read(row: dict[str, str], objec
 def test_messages_in_another_notation_are_refused(text: str, problem: str, prepared: Prepare) -> None:
     with pytest.raises(ValueError, match=problem):
         prepared({"messages": text}, "sft")
+
+
+def test_json_of_messages_with_mapped_keys_may_escape_them(prepared: Prepare) -> None:
+    keys = {"role": "роль", "content": "текст"}
+    prompt, completion = (json.dumps([{keys[key]: text for key, text in turn.items()}]) for turn in TURNS)
+    assert "\\u" in prompt
+    data = prepared({"prompt": prompt, "completion": completion}, "sft", message_keys=keys)
+    text = data.tokenizer().decode(data.train[0]["input_ids"])
+    assert text == "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+
+
+OBJECTS = json.dumps([{"speaker": "agent", "text": "4"}])
+
+
+@pytest.mark.parametrize(
+    ("row", "objective", "text_format"),
+    [
+        ({"prompt": "2 + 2?", "completion": OBJECTS}, "sft", "prompt_completion"),
+        ({"prompt": "2 + 2?", "chosen": OBJECTS, "rejected": "5"}, "dpo", "preference"),
+        ({"prompt": OBJECTS}, "grpo", "prompt"),
+    ],
+    ids=["completion", "chosen", "prompt"],
+)
+def test_json_of_other_objects_is_text_only_if_the_format_says_so(
+    row: dict[str, str], objective: str, text_format: str, prepared: Prepare
+) -> None:
+    problem = (
+        r"line 1: column '\w+' holds the JSON of objects with 'speaker', 'text', of which none is a message with role "
+        rf"and content; .* data.message_keys; to read them as text, set data.format to '{text_format}'"
+    )
+    with pytest.raises(ValueError, match=problem):
+        prepared(row, objective)
+    data = prepared(row, objective, format=text_format)
+    assert OBJECTS in data.tokenizer().decode(data.train[0]["input_ids"])
+
+
+def test_a_json_object_that_is_no_message_is_text(prepared: Prepare) -> None:
+    data = prepared({"prompt": "2 + 2 =", "completion": '{"sum": 4}'}, "sft")
+    assert data.tokenizer().decode(data.train[0]["input_ids"]) == '<|bos|>2 + 2 ={"sum": 4}<|eos|>'
+
+
+TEXTS = {"prompt": "2 + 2 =", "completion": " 4"}
+CHAT = {"prompt": json.dumps(TURNS[:1]), "completion": json.dumps(TURNS[1:])}
+PAIR = {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}
+CHATS = {"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": [{"role": "assistant", "content": "5"}]}
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "objective", "problem"),
+    [
+        (TEXTS, CHAT, "sft", "'completion' holds messages, but by the first rows the format is prompt_completion, of"),
+        (CHAT, TEXTS, "sft", "'completion' holds a text, but by the first rows the format is chat, of messages"),
+        (PAIR, CHATS, "dpo", "'rejected' holds messages, but by the first rows the format is preference, of texts"),
+        (CHATS, PAIR, "dpo", "'rejected' holds a text, but by the first rows the format is preference_chat, of"),
+        ({"prompt": "2 + 2 ="}, {"prompt": CHAT["prompt"]}, "grpo", "'prompt' holds messages, .* is prompt, of texts"),
+        ({"prompt": CHAT["prompt"]}, {"prompt": "2 + 2 ="}, "grpo", "'prompt' holds a text, .* is prompt_chat, of me"),
+    ],
+    ids=["messages", "texts", "messages in pairs", "texts in pairs", "messages as prompts", "texts as prompts"],
+)
+def test_a_row_of_another_kind_than_the_first_is_invalid(
+    first: dict[str, Any], other: dict[str, Any], objective: str, problem: str, prepared: Prepare
+) -> None:
+    with pytest.raises(ValueError, match=f"line 2: column {problem}"):
+        prepared(first, objective, other)
+    manifest = prepared(first, objective, other, invalid="skip").manifest
+    assert (manifest.samples_used, manifest.skipped["invalid"]) == (1, 1)
+
+
+def test_texts_are_questions_where_the_format_says_so(prepared: Prepare) -> None:
+    data = prepared(CHATS, "dpo", PAIR, format="preference_chat")
+    assert data.manifest.samples_used == 2

@@ -1,0 +1,59 @@
+"""Chats that a text holds as JSON, as in columns of CSV: `[{"role": "user", "content": "Hello"}]`, or one message."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import lru_cache
+from typing import Any
+
+from strata_platform.spec.sections.data import Data
+
+# Keys that hold the author and the text of a message; the first of each is the one of chat templates.
+AUTHORS, TEXTS = ("role", "from"), ("content", "value")
+_BEGIN = re.compile(r"\s*(?:\[\s*\{|\{\s*\")")
+
+
+def is_json_chat(value: Any, data: Data) -> bool:
+    """Whether a value is a text that is the JSON of messages, or was cut off within it."""
+    return _holds(value, data)[0]
+
+
+def keys_of_no_chat(value: Any, data: Data) -> list[str]:
+    """The keys of a text that is the JSON of a list of objects, none of which is a message; empty for other values."""
+    return list(_holds(value, data)[1])
+
+
+def forms_of_key(key: str) -> tuple[str, str]:
+    """A key as JSON writes it: as it is, and with letters beyond ASCII escaped."""
+    return json.dumps(key, ensure_ascii=False), json.dumps(key)
+
+
+def _holds(value: Any, data: Data) -> tuple[bool, tuple[str, ...]]:
+    if not isinstance(value, str) or _BEGIN.match(value) is None:
+        return False, ()
+    keys = data.message_keys
+    authors = (*AUTHORS, *(keys[name] for name in AUTHORS if name in keys))
+    texts = (*TEXTS, "tool_calls", *(keys[name] for name in (*TEXTS, "tool_calls") if name in keys))
+    return _parsed(value, authors, texts)
+
+
+# For a row it is asked several times.
+@lru_cache(maxsize=8)
+def _parsed(text: str, authors: tuple[str, ...], texts: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return _begins_as_chat(text, (*authors, *texts)), ()
+    objects = found if isinstance(found, list) else [found]
+    if not all(isinstance(each, dict) for each in objects):
+        return False, ()
+    if any(not each.keys().isdisjoint(authors) and not each.keys().isdisjoint(texts) for each in objects):
+        return True, ()
+    return False, tuple(dict.fromkeys(key for each in objects for key in each)) if isinstance(found, list) else ()
+
+
+def _begins_as_chat(text: str, keys: tuple[str, ...]) -> bool:
+    """Whether a text that is no JSON begins as a list of messages."""
+    named = "|".join(re.escape(form) for key in keys for form in forms_of_key(key))
+    return re.match(rf"\s*\[\s*\{{\s*(?:{named})\s*:", text) is not None

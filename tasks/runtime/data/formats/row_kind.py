@@ -1,0 +1,74 @@
+"""Whether the rows of a source are texts or messages, which its first rows decide; rows of the other kind are refused.
+
+JSON of messages counts as messages. JSON of other objects is learned as text only if `data.format` says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from strata_platform.spec.sections.data import Data
+from tasks.runtime.data.chat.json_chat import is_json_chat, keys_of_no_chat
+from tasks.runtime.data.chat.messages import is_text, is_transcript
+from tasks.runtime.data.formats.columns import PREFERENCES
+from tasks.runtime.data.reading.rows import Row, RowError
+
+TEXTS = ("prompt_completion", "prompt", "preference")
+"""Formats of texts; the same columns may hold messages."""
+
+
+def holds_messages(name: str, columns: tuple[str, ...], values: dict[str, Any], data: Data) -> str | None:
+    """The column of a row that holds messages, if there is one; name: of the format, one of `TEXTS`."""
+    for column in reversed(columns):
+        value = values.get(column)
+        is_answer = name in PREFERENCES and column in columns[-2:]
+        if isinstance(value, list | dict) or (is_answer and is_transcript(value)) or is_json_chat(value, data):
+            return column
+    return None
+
+
+def require_known_objects(name: str, columns: tuple[str, ...], row: Row, data: Data) -> None:
+    """Raise RowError for a text that is the JSON of objects which may be messages, unless `data.format` is given.
+
+    name: of the format of texts.
+    """
+    for column in columns if data.format == "auto" and isinstance(row.values, dict) else ():
+        if keys := keys_of_no_chat(row.values.get(column), data):
+            named = ", ".join(map(repr, keys[:8])) + (", ..." if len(keys) > 8 else "")
+            raise RowError(
+                f"{row.where}: column {column!r} holds the JSON of objects with {named}, of which none is a message "
+                "with role and content; if they are messages, map their keys by data.message_keys; to read them as "
+                f"text, set data.format to {name!r}"
+            )
+
+
+def require_kind(name: str, columns: tuple[str, ...], row: Row, data: Data) -> None:
+    """Raise RowError for messages in a row of a format of texts, or for texts in one whose format is of messages."""
+    if not isinstance(row.values, dict):
+        return
+    if name in TEXTS:
+        if column := holds_messages(name, columns, row.values, data):
+            raise RowError(
+                f"{row.where}: column {column!r} holds messages, but by the first rows the format is {name}, of texts; "
+                "give all rows as texts, or all as messages"
+            )
+        require_known_objects(name, columns, row, data)
+    elif texts := _judged(name, columns, data):
+        require_known_objects(texts, columns, row, data)
+        answers = [row.values.get(column) for column in (columns[-2:] if name in PREFERENCES else columns[-1:])]
+        # An empty answer is left out, whatever the kind.
+        is_empty = all(isinstance(answer, str) and not answer.strip() for answer in answers)
+        if not is_empty and all(is_text(row.values.get(column), data) for column in columns):
+            raise RowError(
+                f"{row.where}: column {columns[-1]!r} holds a text, but by the first rows the format is {name}, of "
+                "messages; give all rows as messages, or all as texts"
+            )
+
+
+def _judged(name: str, columns: tuple[str, ...], data: Data) -> str | None:
+    """The format of texts with these columns, if it was the first rows' messages that made it the one of `name`."""
+    if name == "chat" and len(columns) == 2:
+        return "prompt_completion"
+    kinds = {"prompt_chat": "prompt", "preference_chat": "preference"}
+    # Texts in columns of other names, such as 'question', are read as a chat.
+    return kinds.get(name) if data.format != name and columns[0] == (data.prompt_column or "prompt") else None
