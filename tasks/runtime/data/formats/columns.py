@@ -13,6 +13,7 @@ from strata_platform.spec.sections.data import Data
 from strata_platform.spec.sections.objectives import PAIRED, PROMPTED
 from tasks.runtime.data.chat.template_kwargs import COLUMN as TEMPLATE_KWARGS
 from tasks.runtime.data.chat.tools import COLUMN as TOOLS
+from tasks.runtime.data.chat.tools import drop_nulls
 from tasks.runtime.data.formats.token_rows import COLUMN as TOKENS
 from tasks.runtime.data.formats.token_rows import OPTIONAL as BESIDE_TOKENS
 from tasks.runtime.data.media.kinds import MEDIA
@@ -98,6 +99,11 @@ def _is_given(value: Any) -> bool:
     return bool(value.strip() if isinstance(value, str) else value)
 
 
+def _has_kwargs(value: Any) -> bool:
+    """Whether there is a value in an object or its JSON; columnar files give every row the keys of all rows."""
+    return value.strip() not in ("", "{}", "null") if isinstance(value, str) else bool(drop_nulls(value))
+
+
 def _is_negative(value: Any) -> bool:
     return value == 0 or (isinstance(value, str) and value.strip().lower() in ("0", "false", "no"))
 
@@ -147,6 +153,12 @@ _MEANINGS: dict[str, _Meaning] = {
         for medium in MEDIA
     },
     "videos": _Meaning((*_RAW, *CHATS), _is_given, "holds videos", "only texts, images and audio are read"),
+    TEMPLATE_KWARGS: _Meaning(
+        (*_RAW, "prompt"),
+        _has_kwargs,
+        "changes how a chat is rendered",
+        f"{_ALPACA}, or 'prompt_chat' for prompts",
+    ),
     "functions": _Meaning(CHATS, _is_given, "holds the tools of the chat", f"rename it to {TOOLS!r}"),
 }
 _SYNONYMS = {

@@ -142,6 +142,28 @@ def test_what_no_template_can_get_is_refused(value: Any, problem: str, prepared:
     assert (manifest.samples_used, manifest.skipped["invalid"]) == (1, 1)
 
 
+@pytest.mark.parametrize(
+    ("row", "objective", "chat"),
+    [
+        ({"prompt": "2 + 2?", "completion": "4"}, "sft", "alpaca"),
+        ({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}, "dpo", "preference_chat"),
+        ({"prompt": "2 + 2?"}, "grpo", "prompt_chat"),
+    ],
+    ids=["completion", "pair", "prompt"],
+)
+def test_texts_are_not_rendered_by_it(row: dict[str, Any], objective: str, chat: str, prepared: Prepare) -> None:
+    given = {**row, "chat_template_kwargs": {"rules": "Add."}}
+    problem = f"line 1: column 'chat_template_kwargs' holds .*; it changes how a chat is rendered, and .*'{chat}'"
+    with pytest.raises(ValueError, match=f"{problem}.*, or name 'chat_template_kwargs' in data.ignore_columns"):
+        prepared([given], objective)
+    ((text, _),) = _documents(prepared([given], objective, format=chat))
+    assert text.startswith("<|im_start|>system\nAdd.")
+    ignored = prepared([given], objective, ignore_columns=["chat_template_kwargs"])
+    assert _documents(ignored) == _documents(prepared([row], objective))
+    for empty in (None, {}, {"rules": None}, "{}", " "):
+        prepared([{**row, "chat_template_kwargs": empty}], objective)
+
+
 def test_documents_reach_the_template(prepared: Prepare, tmp_path: Path) -> None:
     template = tmp_path / "documents.jinja"
     template.write_text("{% for d in documents %}[{{ d.title }}]{% endfor %}" + TEMPLATE)
