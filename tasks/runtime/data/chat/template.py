@@ -24,6 +24,7 @@ from strata_platform.spec.sections.data import TrainOn
 from tasks.runtime.data.chat.message_check import PRIVATE, MessageCheck
 from tasks.runtime.data.chat.messages import REASONING, Messages, learned_messages
 from tasks.runtime.data.chat.special_tokens import special_tokens_of
+from tasks.runtime.data.chat.template_kwargs import COLUMN as TEMPLATE_KWARGS
 from tasks.runtime.data.chat.template_renderer import Span, TemplateLimit, TemplateRejection, render_templates
 from tasks.runtime.data.chat.tools import COLUMN, Tools, called_functions, is_double_encoded, offered_functions
 from tasks.runtime.data.media.media_messages import as_parts, has_stand_in
@@ -208,7 +209,7 @@ class ChatTemplate:
         whole, *others = (text for text, _ in texts)
         self._require_tools(tools, whole, where)
         rendered = {
-            index: self._turn(messages, index, where, prompt, text)
+            index: self._turn(messages, index, where, prompt, text, tools)
             for index, prompt, text in zip(turns, others[: len(turns)], others[len(turns) :], strict=True)
         }
         kept = [index for index in turns if whole.startswith(rendered[index][0])]
@@ -254,7 +255,9 @@ class ChatTemplate:
                     "data.chat_template to a template that supports tools, or rename the column"
                 )
 
-    def _turn(self, messages: Messages, index: int, where: str, prompt: str, text: str) -> tuple[str, Span]:
+    def _turn(
+        self, messages: Messages, index: int, where: str, prompt: str, text: str, tools: Tools | None
+    ) -> tuple[str, Span]:
         """The chat up to and including a turn, which is `text`, and the turn's span. prompt: the text before it."""
         if index == 0 and not text.startswith(prompt):
             # Of this chat, not of the template: others begin with another role.
@@ -264,6 +267,7 @@ class ChatTemplate:
                 "give the assistant's weight 0"
             )
         if not text.startswith(prompt):
+            self._require_agreement(messages, index, where, prompt, text, tools)
             raise ValueError(
                 f"{where}: the chat template's output for message {index + 1} does not begin with its own generation "
                 f"prompt ({_difference(prompt, text)}), so the assistant's turn cannot be located; set "
@@ -272,6 +276,28 @@ class ChatTemplate:
         _require_calls(messages, index, text[len(prompt) :], where)
         _require_reasoning(messages, index, text[len(prompt) :], where)
         return text, (len(prompt), self._end_of_turn(text, len(prompt), len(text)))
+
+    def _require_agreement(
+        self, messages: Messages, index: int, where: str, prompt: str, text: str, tools: Tools | None
+    ) -> None:
+        """Raise RowError when the turn does begin with its prompt without the row's `chat_template_kwargs`."""
+        if not self._kwargs:
+            return
+        given, self._kwargs = self._kwargs, {}
+        try:
+            (before, _), (after, _) = self._apply(
+                [(messages[:index], True), (messages[: index + 1], False)], where, tools
+            )
+        except RowError:  # It needs them.
+            return
+        finally:
+            self._kwargs = given
+        if after.startswith(before):
+            raise RowError(
+                f"{where}: column {TEMPLATE_KWARGS!r} contradicts message {index + 1}: with it the chat template "
+                f"writes another beginning of its turn than before an answer ({_difference(prompt, text)}); correct "
+                f"one of them, or name {TEMPLATE_KWARGS!r} in data.ignore_columns"
+            )
 
     def _end_of_turn(self, text: str, begin: int, end: int) -> int:
         """`end` without white space that the template adds after the token that ends the turn."""

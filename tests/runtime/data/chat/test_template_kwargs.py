@@ -164,6 +164,38 @@ def test_texts_are_not_rendered_by_it(row: dict[str, Any], objective: str, chat:
         prepared([{**row, "chat_template_kwargs": empty}], objective)
 
 
+QWEN3 = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>"
+    "{{ m.reasoning_content or '' }}</think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+)
+
+
+def test_a_mode_that_contradicts_the_message_is_an_invalid_row(prepared: Prepare, tmp_path: Path) -> None:
+    template = tmp_path / "qwen3.jinja"
+    template.write_text(QWEN3)
+    rows = [
+        {"messages": TALK, "chat_template_kwargs": {"enable_thinking": False}},
+        {
+            "messages": [TALK[0], {**TALK[1], "reasoning_content": "Add."}],
+            "chat_template_kwargs": {"enable_thinking": False},
+        },
+    ]
+    problem = (
+        "line 2: column 'chat_template_kwargs' contradicts message 2: .*'</think>' became 'Add.*; correct one of them, "
+        "or name 'chat_template_kwargs' in data.ignore_columns"
+    )
+    with pytest.raises(ValueError, match=problem):
+        prepared(rows, chat_template=str(template))
+    manifest = prepared(rows, chat_template=str(template), invalid="skip").manifest
+    assert (manifest.samples_used, manifest.skipped["invalid"]) == (1, 1)
+    # Of the template, not of the row.
+    template.write_text(QWEN3.replace("<|im_start|>assistant", "<|im_start|>model"))
+    with pytest.raises(ValueError, match="does not begin with its own generation prompt"):
+        prepared(rows, chat_template=str(template), invalid="skip")
+
+
 def test_documents_reach_the_template(prepared: Prepare, tmp_path: Path) -> None:
     template = tmp_path / "documents.jinja"
     template.write_text("{% for d in documents %}[{{ d.title }}]{% endfor %}" + TEMPLATE)
