@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
@@ -11,6 +10,7 @@ from strata_platform.spec.sections.data import Data
 from tasks.runtime.data.chat.messages import REASONING, Messages
 from tasks.runtime.data.chat.row_chats import chats_in
 from tasks.runtime.data.chat.template_kwargs import template_kwargs_of
+from tasks.runtime.data.chat.template_renderer import TemplateLimit, chat_variables
 from tasks.runtime.data.chat.tools import COLUMN, tools_of
 from tasks.runtime.data.formats.known_formats import Format
 from tasks.runtime.data.formats.row_documents import chat_templates
@@ -49,19 +49,25 @@ def unread_keys(
 
 
 def unread_kwargs(row_format: Format, data: Data, rows: Sequence[Row]) -> list[str]:
-    """The keys of `chat_template_kwargs` in `rows` that no chat template of the format names.
+    """The keys of `chat_template_kwargs` in `rows` that are variables of no chat template of the format.
 
     Rows that cannot be read are left out.
     """
-    templates = row_format.templates or ""
-    source = templates if isinstance(templates, str) else "\n".join(templates.values())
+    templates = row_format.templates or {}
+    sources = [templates] if isinstance(templates, str) else list(templates.values())
     found: dict[str, None] = {}
-    for row in rows if source else ():
+    for row in rows if sources else ():
         try:
             found |= dict.fromkeys(template_kwargs_of(row, data))
         except RowError:
             continue
-    return [name for name in found if re.search(rf"\b{re.escape(name)}\b", source) is None]
+    if not found:
+        return []
+    try:
+        read = frozenset().union(*map(chat_variables, sources))
+    except TemplateLimit:  # Rows that are rendered by it name it and what is wrong.
+        return []
+    return [name for name in found if name not in read]
 
 
 def _keys_of(messages: Messages) -> list[tuple[str, str]]:

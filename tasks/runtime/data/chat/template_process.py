@@ -57,7 +57,7 @@ def main() -> None:
     descriptor, memory, longest = map(int, sys.argv[1:])
     connection = Connection(descriptor)
     from jinja2 import TemplateSyntaxError, meta
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
     environment, null = prompt_environment()
     compiled = lru_cache(maxsize=16)(environment.from_string)
@@ -76,12 +76,22 @@ def main() -> None:
     def columns(source: str) -> list[str]:
         return sorted(meta.find_undeclared_variables(environment.parse(source)) - environment.globals.keys())
 
+    def variables(source: str) -> list[str]:
+        # Its environment has the tags of chat templates.
+        parsed = _compile_jinja_template(source).environment.parse(source)
+        return sorted(meta.find_undeclared_variables(parsed))
+
     def within(text: str) -> str:
         if len(text) > longest:
             raise TooLong
         return text
 
-    kinds: dict[str, Callable[..., Any]] = {"chats": chats, "prompt": prompt, "columns": columns}
+    kinds: dict[str, Callable[..., Any]] = {
+        "chats": chats,
+        "prompt": prompt,
+        "columns": columns,
+        "variables": variables,
+    }
 
     def answer(kind: str, *arguments: Any) -> tuple[str, Any]:
         try:

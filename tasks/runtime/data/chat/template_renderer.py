@@ -135,6 +135,11 @@ def template_columns(source: str) -> tuple[str, ...]:
     return tuple(_renderer.request("columns", source))
 
 
+def chat_variables(source: str) -> frozenset[str]:
+    """Names of the variables that a chat template reads and does not set. Raises TemplateLimit if it is none."""
+    return frozenset(_renderer.request("variables", source))
+
+
 def stop_rendering() -> None:
     """End the process that renders; the next chat starts another."""
     _renderer.close()

@@ -113,6 +113,12 @@ def test_what_the_template_does_not_read_is_told(prepared: Prepare, lines: list[
     assert [line for line in lines if line.startswith(told)] == [f"{told}'effort'"]
     assert not [line for line in lines if line.startswith("columns not used")]
     lines.clear()
+    # Names of the template that are no variables of it: a key of messages, an attribute, a text, a loop's variable.
+    prepared(
+        [{"messages": TALK, "chat_template_kwargs": dict.fromkeys(["content", "last", "system", "m", "rules"], "")}]
+    )
+    assert [line for line in lines if line.startswith(told)] == [f"{told}'content', 'last', 'system', 'm'"]
+    lines.clear()
     row = {"messages": TALK, "chat_template_kwargs": {"enable_thinking": False, "effort": "low"}}
     data = prepared([row], ignore_columns=["chat_template_kwargs"])
     assert _documents(data)[0][1] == "<think></think>4<|im_end|>"
@@ -194,6 +200,19 @@ def test_a_mode_that_contradicts_the_message_is_an_invalid_row(prepared: Prepare
     template.write_text(QWEN3.replace("<|im_start|>assistant", "<|im_start|>model"))
     with pytest.raises(ValueError, match="does not begin with its own generation prompt"):
         prepared(rows, chat_template=str(template), invalid="skip")
+
+
+def test_marks_of_turns_are_no_variables(prepared: Prepare, lines: list[str], tmp_path: Path) -> None:
+    template = tmp_path / "marked.jinja"
+    template.write_text(
+        "{% for m in messages %}{% if mode == 'off' %}{% continue %}{% endif %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+        "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    prepared([{"messages": TALK, "chat_template_kwargs": {"mode": "on", "generation": 1}}], chat_template=str(template))
+    assert [line for line in lines if line.startswith("keys of column")] == [
+        "keys of column 'chat_template_kwargs' that the chat template does not read: 'generation'"
+    ]
 
 
 def test_documents_reach_the_template(prepared: Prepare, tmp_path: Path) -> None:
