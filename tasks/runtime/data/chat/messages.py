@@ -42,15 +42,17 @@ Messages = list[dict[str, Any]]
 _DEFAULTS = Data()
 
 
-def messages_of(row: Row, column: str, data: Data = _DEFAULTS) -> Messages:
+def messages_of(row: Row, column: str, data: Data = _DEFAULTS, *, several: bool = False) -> Messages:
     """The checked messages of a row, without null values and empty lists of tool calls. Raises RowError.
 
     data: says which keys are left out, and which keys and roles have other names.
+    several: the row has messages in other columns, too, so that errors name this one.
 
     ShareGPT's messages with `from` and `value`, contents that are lists of text parts, transcripts, and JSON are
     converted to messages with `role` and a string as `content`.
     """
     value = row.value(column)
+    where = f"{row.where}: column {column!r}, message" if several else f"{row.where}: message"
     if is_transcript(value):
         # Its names of roles are not those of the data's messages.
         return [_checked(message, row.where) for message in _of_transcript(row.text(column))]
@@ -61,7 +63,7 @@ def messages_of(row: Row, column: str, data: Data = _DEFAULTS) -> Messages:
         raise RowError(f"{row.where}: column {column!r} holds {describe_type(value)}, not a list of messages{way_out}")
     if not value:
         raise RowError(f"{row.where}: column {column!r} holds no message")
-    return [_message(message, f"{row.where}: message {number}", data) for number, message in enumerate(value, start=1)]
+    return [_message(message, f"{where} {number}", data) for number, message in enumerate(value, start=1)]
 
 
 def answer_of(row: Row, column: str, data: Data) -> Messages:
@@ -73,7 +75,7 @@ def answer_of(row: Row, column: str, data: Data) -> Messages:
         return [_message(value, f"{row.where}: column {column!r}", data)]
     if is_text(value, data):
         return [{"role": "assistant", "content": row.text(column)}]
-    return messages_of(row, column, data)
+    return messages_of(row, column, data, several=True)
 
 
 def is_transcript(value: Any) -> bool:
@@ -154,10 +156,12 @@ def _with_role(message: dict[str, Any], where: str, data: Data) -> dict[str, Any
     """Convert `{"from": "human", "value": ...}` to `role` and `content`. Raises RowError for an unknown `from`."""
     roles = {**_ROLES, _CALL: _CALL, **{name: role for role, names in data.roles.items() for name in names}}
     author, text = (next((key for key in keys if key in message), None) for keys in (AUTHORS, TEXTS))
-    if author is None or (text is None and author != "role"):
+    if author is None:
         return message
     role = message[author]
     known = isinstance(role, str) and role in roles
+    if text is None and not known:
+        return message
     if known and roles[role] == _CALL and text is not None:
         others = {key: item for key, item in message.items() if key not in (author, text)}
         return {"role": "assistant", "tool_calls": _calls(message[text], where), **others}
@@ -166,7 +170,7 @@ def _with_role(message: dict[str, Any], where: str, data: Data) -> dict[str, Any
             f"{where}: {author} is {role!r}; it may be {', '.join(map(repr, roles))}; map other names of roles by "
             "data.roles"
         )
-    names = {author: "role", text: "content"}
+    names = {author: "role", **({} if text is None else {text: "content"})}
     converted = {names.get(key, key): item for key, item in message.items()}
     return {**converted, "role": roles[role]} if known else converted
 

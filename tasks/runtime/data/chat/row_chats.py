@@ -51,7 +51,7 @@ def _continued(row: Row, columns: tuple[str, ...], data: Data) -> Messages:
     before = (
         [{"role": "user", "content": row.text(prompt)}]
         if isinstance(row.value(prompt), str) and not is_json_chat(row.value(prompt), data)
-        else messages_of(row, prompt, data)
+        else messages_of(row, prompt, data, several=True)
     )
     answer = answer_of(row, completion, data)
     # The completion may be the whole chat, which repeats the prompt, like the answers of UltraFeedback.

@@ -50,7 +50,7 @@ def _prompt_messages(row: Row, column: str, data: Data) -> Messages:
             f"{row.where}: column {unread[0]!r} belongs to a prompt that is a text, but column {column!r} holds "
             f"messages; name {unread[0]!r} in data.ignore_columns"
         )
-    return messages_of(row, column, data)
+    return messages_of(row, column, data, several=True)
 
 
 def _chat(row: Row, column: str, prompt: list[str], data: Data) -> Messages:

@@ -212,6 +212,10 @@ PROBLEMS: dict[str, tuple[list[dict[str, Any]], str, str]] = {
         "line 1: message 1: role is null, not text; a message has role and content, this one 'speaker', 'text'; "
         "data.message_keys maps other keys to these",
     ),
+    "text of ShareGPT": (
+        [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": None}], "",
+        "line 1: message 2: content is null, not text",
+    ),
     "both": (
         [{**ASKED, "role": "clerk"}], MAPPED,
         "line 1: message 1 has 'role' and 'speaker', and data.message_keys reads 'speaker' as 'role'; .*ignore_columns",
@@ -233,6 +237,15 @@ def test_unknown_keys_and_roles_name_the_row_and_the_field(
 ) -> None:
     with pytest.raises(ValueError, match=problem):
         prepared([{"messages": messages}], settings)
+
+
+@pytest.mark.parametrize("column", ["prompt", "chosen", "rejected", "completion"])
+def test_an_error_names_the_column_if_there_are_several(column: str, prepared: Prepare) -> None:
+    columns = ["prompt", "completion"] if column == "completion" else ["prompt", "chosen", "rejected"]
+    row = {name: [TALK[1 if name == "prompt" else 2]] for name in columns}
+    row[column] = [{**row[column][0], "content": None}]
+    with pytest.raises(ValueError, match=f"line 1: column '{column}', message 1: content is null, not text"):
+        prepared([row], objective="dpo" if "chosen" in row else "sft")
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
