@@ -52,6 +52,65 @@ def prompt_environment() -> tuple[Any, Callable[[str], Any]]:
     return environment, lambda name: Null(f"column {name!r} is null")
 
 
+def variables_of(parsed: Any) -> set[str]:
+    """Names that a parsed template reads where it has not set them.
+
+    Jinja's `meta` also names those that both branches of a condition set.
+    """
+    from jinja2 import nodes
+
+    found: set[str] = set()
+
+    def names_in(target: Any) -> set[str]:
+        targets = [target, *target.find_all(nodes.Name)]
+        return {each.name for each in targets if isinstance(each, nodes.Name) and each.ctx in ("store", "param")}
+
+    def block(body: list[Any], known: set[str]) -> set[str]:
+        inner = set(known)
+        for node in body:
+            visit(node, inner)
+        return inner
+
+    def visit(node: Any, known: set[str]) -> None:
+        """Add what a node reads to `found`, and what it sets in its scope to `known`."""
+        if isinstance(node, nodes.Name):
+            if node.ctx == "load" and node.name not in known:
+                found.add(node.name)
+        elif isinstance(node, nodes.If):
+            visit(node.test, known)
+            branches = [block(node.body, known), block(node.else_, known)]
+            for each in node.elif_:
+                visit(each.test, known)
+                branches.append(block(each.body, known))
+            known |= set.intersection(*branches)
+        elif isinstance(node, nodes.For):
+            visit(node.iter, known)
+            block([*([node.test] if node.test else []), *node.body], known | names_in(node.target) | {"loop"})
+            block(node.else_, known)
+        elif isinstance(node, nodes.Macro | nodes.CallBlock):
+            block([*node.defaults, *([node.call] if isinstance(node, nodes.CallBlock) else [])], known)
+            known |= {node.name} if isinstance(node, nodes.Macro) else set()
+            arguments = {each.name for each in node.args}
+            block(node.body, known | arguments | {"caller", "kwargs", "varargs"})
+        elif isinstance(node, nodes.Assign):
+            block([node.node, node.target], known)
+            known |= names_in(node.target)
+        elif isinstance(node, nodes.AssignBlock):
+            block([*([node.filter] if node.filter else []), *node.body], known)
+            known |= names_in(node.target)
+        elif isinstance(node, nodes.With):
+            block(node.values, known)
+            block(node.body, known.union(*map(names_in, node.targets)))
+        elif isinstance(node, nodes.Template | nodes.Output | nodes.Expr | nodes.Helper):
+            for child in node.iter_child_nodes():
+                visit(child, known)
+        else:
+            block(list(node.iter_child_nodes()), known)
+
+    visit(parsed, set())
+    return found
+
+
 def main() -> None:
     """Answer requests until the other end is closed."""
     descriptor, memory, longest = map(int, sys.argv[1:])
@@ -79,7 +138,7 @@ def main() -> None:
     def variables(source: str) -> list[str]:
         # Its environment has the tags of chat templates.
         parsed = _compile_jinja_template(source).environment.parse(source)
-        return sorted(meta.find_undeclared_variables(parsed))
+        return sorted(variables_of(parsed))
 
     def within(text: str) -> str:
         if len(text) > longest:

@@ -8,7 +8,7 @@ import pytest
 
 from tasks.runtime.data.chat import template_renderer
 from tasks.runtime.data.chat.template import ChatTemplate
-from tasks.runtime.data.chat.template_renderer import TemplateLimit, TemplateRejection, render_templates
+from tasks.runtime.data.chat.template_renderer import TemplateLimit, TemplateRejection, chat_variables, render_templates
 from tasks.runtime.data.preparation.tokenizer import train_tokenizer
 
 TALK = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
@@ -73,6 +73,30 @@ def test_a_template_without_an_end_is_stopped(monkeypatch, template):
 def test_a_template_of_any_size_or_none(small, template, message):
     with pytest.raises(TemplateLimit, match=message):
         render(template)
+
+
+@pytest.mark.parametrize(
+    ("template", "read"),
+    [
+        ("{% for m in messages %}{{ m.role }}{{ loop.index }}{{ m['content'] }}{% endfor %}", {"messages"}),
+        ("{% if a %}{% set b = 1 %}{% else %}{% set b = 2 %}{% endif %}{{ b }}", {"a"}),
+        ("{% if a %}{% set b = 1 %}{% elif c %}{% set b = 2 %}{% else %}{% set b = 3 %}{% endif %}{{ b }}", {"a", "c"}),
+        (
+            "{% if a %}{% set b = 1 %}{% elif c %}{% set d = 2 %}{% else %}{% set b = 3 %}{% endif %}{{ b }}{{ d }}",
+            None,
+        ),
+        ("{% if a is not defined %}{% set a = 1 %}{% endif %}{{ a }}", {"a"}),
+        ("{% if c %}{% set a = 1 %}{% endif %}{{ a }}", {"a", "c"}),
+        ("{% set a = a | default(b) %}{% set c, d = e %}{{ c }}{{ d }}", {"a", "b", "e"}),
+        ("{% for m in messages %}{% set a = 1 %}{% else %}{{ m }}{% endfor %}{{ a }}", {"messages", "a", "m"}),
+        ("{% macro show(a, b=c) %}{{ a }}{{ b }}{{ d }}{% endmacro %}{{ show(e) }}", {"c", "d", "e"}),
+        ("{% set n = namespace(a=b) %}{% set n.a = c %}{{ n.a }}", {"namespace", "b", "c"}),
+        ("{% generation %}{% set a = 1 %}{{ a }}{% endgeneration %}{% set b %}{{ c }}{% endset %}{{ b }}", {"c"}),
+        ("{% with a = b %}{{ a }}{% endwith %}{{ [1] | map('upper') | join(c) }}{{ d if e else f }}", set("bcdef")),
+    ],
+)
+def test_the_variables_of_a_template(template, read):
+    assert chat_variables(template) == (set("abcd") if read is None else read)
 
 
 def test_an_error_of_the_template_is_a_fault_of_the_chat():
