@@ -11,6 +11,14 @@ from strata_platform.spec.sections.data import Data
 
 # Keys that hold the author and the text of a message; the first of each is the one of chat templates.
 AUTHORS, TEXTS = ("role", "from"), ("content", "value")
+# Roles by the names that data sets give them, ShareGPT's among them.
+ROLES = {
+    "system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
+    "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "tool": "tool", "observation": "tool",
+    "function_response": "tool",
+}  # fmt: skip
+# Keys that messages of other names have for their author.
+_SPEAKERS = frozenset((*AUTHORS, "author", "speaker", "sender"))
 _BEGIN = re.compile(r"\s*(?:\[\s*\{|\{\s*\")")
 
 
@@ -20,7 +28,9 @@ def is_json_chat(value: Any, data: Data) -> bool:
 
 
 def keys_of_no_chat(value: Any, data: Data) -> list[str]:
-    """The keys of a text that is the JSON of a list of objects, none of which is a message; empty for other values."""
+    """The keys of a text that is the JSON of a list of objects, none of which is a message, though they look like some;
+    empty for other values.
+    """
     return list(_holds(value, data)[1])
 
 
@@ -35,22 +45,32 @@ def _holds(value: Any, data: Data) -> tuple[bool, tuple[str, ...]]:
     keys = data.message_keys
     authors = (*AUTHORS, *(keys[name] for name in AUTHORS if name in keys))
     texts = (*TEXTS, "tool_calls", *(keys[name] for name in (*TEXTS, "tool_calls") if name in keys))
-    return _parsed(value, authors, texts)
+    roles = frozenset((*ROLES, *(name for names in data.roles.values() for name in names)))
+    return _parsed(value, authors, texts, roles)
 
 
 # For a row it is asked several times.
 @lru_cache(maxsize=8)
-def _parsed(text: str, authors: tuple[str, ...], texts: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
+def _parsed(
+    text: str, authors: tuple[str, ...], texts: tuple[str, ...], roles: frozenset[str]
+) -> tuple[bool, tuple[str, ...]]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return _begins_as_chat(text, (*authors, *texts)), ()
+    if isinstance(found, dict) and roles.isdisjoint(str(found.get(key)) for key in authors):
+        # An answer such as {"from": "USD", "value": 3}.
+        return False, ()
     objects = found if isinstance(found, list) else [found]
     if not all(isinstance(each, dict) for each in objects):
         return False, ()
     if any(not each.keys().isdisjoint(authors) and not each.keys().isdisjoint(texts) for each in objects):
         return True, ()
-    return False, tuple(dict.fromkeys(key for each in objects for key in each)) if isinstance(found, list) else ()
+    # Other lists of objects, such as calls of functions, are texts.
+    like_messages = any(
+        not _SPEAKERS.isdisjoint(each) or not roles.isdisjoint(map(str, each.values())) for each in objects
+    )
+    return False, tuple(dict.fromkeys(key for each in objects for key in each)) if like_messages else ()
 
 
 def _begins_as_chat(text: str, keys: tuple[str, ...]) -> bool:

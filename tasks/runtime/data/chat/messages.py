@@ -12,18 +12,12 @@ import re
 from typing import Any
 
 from strata_platform.spec.sections.data import Data, TrainOn
-from tasks.runtime.data.chat.json_chat import AUTHORS, TEXTS, is_json_chat
+from tasks.runtime.data.chat.json_chat import AUTHORS, ROLES, TEXTS, is_json_chat
 from tasks.runtime.data.chat.tools import called_functions, drop_nulls
 from tasks.runtime.data.formats.columns import HISTORY, INPUTS, system_columns
 from tasks.runtime.data.media.media_messages import join_parts, medium_of_part, require_no_media_keys, require_places
 from tasks.runtime.data.reading.rows import Row, RowError, describe_type, require_valid_unicode
 
-# Roles by the names that data sets give them, ShareGPT's among them.
-_ROLES = {
-    "system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
-    "chatgpt": "assistant", "bot": "assistant", "model": "assistant", "tool": "tool", "observation": "tool",
-    "function_response": "tool",
-}  # fmt: skip
 # A role of LLaMA-Factory's: the value is a call as JSON, or a list of them. Also a key of OpenAI's before `tool_calls`.
 _CALL = "function_call"
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -90,7 +84,7 @@ def is_text(value: Any, data: Data) -> bool:
 
 def advice_on_role(role: str) -> str:
     """The end of the error message about a message of a role that not every template has."""
-    return "" if role in _ROLES.values() else f"; if {role!r} is another name of a role, map it by data.roles"
+    return "" if role in ROLES.values() else f"; if {role!r} is another name of a role, map it by data.roles"
 
 
 def _of_json(text: str, where: str) -> Any:
@@ -154,7 +148,7 @@ def _with_keys(message: dict[str, Any], where: str, keys: dict[str, str]) -> dic
 
 def _with_role(message: dict[str, Any], where: str, data: Data) -> dict[str, Any]:
     """Convert `{"from": "human", "value": ...}` to `role` and `content`. Raises RowError for an unknown `from`."""
-    roles = {**_ROLES, _CALL: _CALL, **{name: role for role, names in data.roles.items() for name in names}}
+    roles = {**ROLES, _CALL: _CALL, **{name: role for role, names in data.roles.items() for name in names}}
     author, text = (next((key for key in keys if key in message), None) for keys in (AUTHORS, TEXTS))
     if author is None:
         return message

@@ -236,9 +236,13 @@ def test_json_of_other_objects_is_text_only_if_the_format_says_so(
     assert OBJECTS in data.tokenizer().decode(data.train[0]["input_ids"])
 
 
-def test_a_json_object_that_is_no_message_is_text(prepared: Prepare) -> None:
-    data = prepared({"prompt": "2 + 2 =", "completion": '{"sum": 4}'}, "sft")
-    assert data.tokenizer().decode(data.train[0]["input_ids"]) == '<|bos|>2 + 2 ={"sum": 4}<|eos|>'
+@pytest.mark.parametrize(
+    "answer", ['{"sum": 4}', '{"from": "USD", "value": 4}', '[{"name": "add", "arguments": {"a": 2, "b": 2}}]']
+)
+def test_json_that_is_no_message_is_text(answer: str, prepared: Prepare) -> None:
+    """Also an object with keys of ShareGPT's, and calls of functions, as data of tools has them."""
+    data = prepared({"prompt": "2 + 2 =", "completion": answer}, "sft")
+    assert data.tokenizer().decode(data.train[0]["input_ids"]) == f"<|bos|>2 + 2 ={answer}<|eos|>"
 
 
 TEXTS = {"prompt": "2 + 2 =", "completion": " 4"}
