@@ -160,7 +160,7 @@ def test_so_do_tasks_end(tmp_path, monkeypatch):
     ):
         monkeypatch.setattr(f"tasks.runtime.{name}", unreachable)
     with pytest.raises(FlyteRecoverableException, match="cannot be reached"):
-        prepare.prepare.task_function(DataRecipe.from_spec(spec), spec.output, "")
+        prepare.prepare.task_function(DataRecipe.from_spec(spec), spec.output, "", spec)
     with pytest.raises(FlyteRecoverableException, match="cannot be reached"):
         topology._train(spec, data)
     # pytest has threads, which a fork would not have.

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import inspect
 import json
+from functools import cache
 from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec.sections.data import Data
 from tasks.runtime.data.chat.tools import COLUMN as TOOLS
@@ -18,9 +17,6 @@ from tasks.runtime.data.chat.tools import drop_nulls
 from tasks.runtime.data.reading.rows import Row, RowError, describe_type
 
 COLUMN = "chat_template_kwargs"
-# Arguments of transformers' functions, which templates do not get; they do get documents.
-_TAKEN = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "conversations", "messages"}
-_ARGUMENTS = _TAKEN - {"documents", "kwargs"}
 _INSTEAD = {TOOLS: f"give them in a column {TOOLS!r}", "chat_template": "set data.chat_template"}
 
 
@@ -42,7 +38,17 @@ def template_kwargs_of(row: Row, data: Data) -> dict[str, Any]:
         )
     found: dict[str, Any] = drop_nulls(value)
     for name in found:
-        if name in _ARGUMENTS:
+        if name in _arguments():
             instead = _INSTEAD.get(name, "leave it out, because templates do not read it")
             raise RowError(f"{row.where}: column {COLUMN!r} has {name!r}; {instead}")
     return found
+
+
+@cache
+def _arguments() -> frozenset[str]:
+    """Arguments of transformers' functions, which templates do not get; they do get documents."""
+    # The pod that plans a run imports this module, and waits for no transformers.
+    from transformers import PreTrainedTokenizerBase
+
+    taken = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    return frozenset((*taken, "conversations", "messages")) - {"documents", "kwargs"}

@@ -91,7 +91,8 @@ def _token_advice(objective: str, present: list[str]) -> str:
 
 def _templated_shape(data: Data, present: list[str], rows: list[Row]) -> Shape:
     shape = prompt_shape(data, present)
-    if _as_chat(shape, rows, data).format != shape.format:
+    # Its questions may have any form.
+    if _as_chat(shape._replace(columns=shape.columns[-1:]), rows, data).format != shape.format:
         raise ValueError(f"data.template renders texts, but column {shape.columns[-1]!r} holds messages; leave it out")
     return shape
 
