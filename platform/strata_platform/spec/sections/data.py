@@ -188,7 +188,7 @@ class Reading(Section):
         {},
         description="Keys of messages under other names: the key that the chat template reads, and yours, such as "
         "`{role: speaker, content: text}`. `role` and `from`, `content` and `value` are read without it. See [Keys "
-        "and roles](data-formats.md#keys-and-roles-of-messages).",
+        "and roles](chat-templates.md#keys-and-roles-of-messages).",
     )
     roles: _Roles = Field(
         {},

@@ -49,7 +49,8 @@ def messages_of(row: Row, column: str, data: Data = _DEFAULTS, *, several: bool 
     where = f"{row.where}: column {column!r}, message" if several else f"{row.where}: message"
     if is_transcript(value):
         # Its names of roles are not those of the data's messages.
-        return [_checked(message, row.where) for message in _of_transcript(row.text(column))]
+        turns = _of_transcript(row.text(column))
+        return [_checked(turn, f"{where} {number}") for number, turn in enumerate(turns, start=1)]
     if is_json_chat(value, data):
         value = _of_json(row.text(column), f"{row.where}: column {column!r}")
     if not isinstance(value, list):
@@ -63,7 +64,7 @@ def messages_of(row: Row, column: str, data: Data = _DEFAULTS, *, several: bool 
 def answer_of(row: Row, column: str, data: Data) -> Messages:
     """The messages in `column`, which may also be one message, or the text of the assistant's. Raises RowError."""
     value = row.value(column)
-    if is_json_chat(value, data) and not is_transcript(value):
+    if is_json_chat(value, data):
         value = _of_json(row.text(column), f"{row.where}: column {column!r}")
     if isinstance(value, dict):
         return [_message(value, f"{row.where}: column {column!r}", data)]

@@ -144,11 +144,9 @@ def make_plan(
     extra += [*([] if score is None else [score]), *teacher]
     by = "" if recipe.data.template is None else f", prompts by data.template {recipe.data.template[:60]!r}"
     report(f"{source.name}: format {name}, from {', '.join((*columns, *extra))}{by}")
-    unread = Unread(name, columns, recipe.data, score, teacher)
-    if is_own_chat(recipe.data):
-        # They are passed to the template with the messages that the class makes.
-        unread.read |= {TOOLS, TEMPLATE_KWARGS}
-    _report_unread(recipe, unread, name, first, report)
+    # They are passed to the template with the messages that a class of the user's makes.
+    passed = (TOOLS, TEMPLATE_KWARGS) if is_own_chat(recipe.data) else ()
+    _report_unread(recipe, Unread(name, (*columns, *passed), recipe.data, score, teacher), name, first, report)
     tokenizer = _tokenizer(recipe, source, parts, name, columns, report)
     processor = processor_of(recipe, tokenizer)
     row_format = make_format(name, columns, tokenizer, recipe.data, first, score, processor, teacher)

@@ -13,7 +13,7 @@ import yaml
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import PreparedData, fingerprint, prepare
-from tasks.runtime.data.preparation.tokenizer import save_tokenizer, train_tokenizer
+from tests.runtime.helpers.byte_tokenizer import save_byte_tokenizer
 
 # With tools, calls and reasoning. The marks show the assistant's turns to transformers; Strata renders without them.
 MARKED = (
@@ -31,11 +31,7 @@ Prepare = Callable[..., PreparedData]
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    tokenizer = train_tokenizer([""])
-    tokenizer.chat_template = TEMPLATE
-    save_tokenizer(tokenizer, folder)
-    return str(folder)
+    return save_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATE)
 
 
 @pytest.fixture
@@ -300,3 +296,9 @@ def test_roles_of_transcripts_are_not_mapped(prepared: Prepare) -> None:
     rows = [{"chosen": "\n\nHuman: 2 + 2 =\n\nAssistant: 4", "rejected": "\n\nHuman: 2 + 2 =\n\nAssistant: 5"}]
     mapped = prepared(rows, "{roles: {user: assistant, assistant: user}}", "dpo")
     assert _rows(mapped) == _rows(prepared(rows, objective="dpo"))
+
+
+def test_an_error_in_a_transcript_names_the_message(prepared: Prepare) -> None:
+    row = {"chosen": "\n\nHuman: Hi\n\nAssistant: \U000ffffc", "rejected": "\n\nHuman: Hi\n\nAssistant: Hi."}
+    with pytest.raises(ValueError, match=r"line 1: column 'chosen', message 2: .*U\+FFFFC"):
+        prepared([row], objective="dpo")

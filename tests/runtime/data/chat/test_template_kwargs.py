@@ -11,7 +11,8 @@ import pytest
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import PreparedData, fingerprint, prepare
-from tasks.runtime.data.preparation.tokenizer import save_tokenizer, train_tokenizer
+from tasks.runtime.extensions import ChatFormat
+from tests.runtime.helpers.byte_tokenizer import save_byte_tokenizer
 
 TALK = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 # As Qwen3's: a mode writes into the prompt of an answer, and a text into the system message.
@@ -33,9 +34,7 @@ def lines() -> list[str]:
 
 @pytest.fixture
 def prepared(tmp_path: Path, lines: list[str]) -> Prepare:
-    tokenizer = train_tokenizer([""])
-    tokenizer.chat_template = TEMPLATE
-    save_tokenizer(tokenizer, tmp_path / "tokenizer")
+    save_byte_tokenizer(tmp_path / "tokenizer", TEMPLATE)
 
     def run(rows: list[Any], objective: str = "sft", **data: Any) -> PreparedData:
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -97,6 +96,22 @@ def test_prompts_and_labelled_answers_have_it_too(prepared: Prepare) -> None:
     assert _documents(data) == [(f"{head}4<|im_end|>\n", "4<|im_end|>")]
     ((text, _),) = _documents(prepared([{"prompt": TALK[:1], **row}], "grpo"))
     assert text.startswith(head)
+
+
+class Questions(ChatFormat):
+    """A format of the user's."""
+
+    columns = ("question",)
+
+    def messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": "4"}]
+
+
+def test_a_format_of_the_users_passes_them_too(prepared: Prepare, lines: list[str]) -> None:
+    row = {"question": "2 + 2?", "id": 7, "chat_template_kwargs": {"rules": "Add."}}
+    data = prepared([row], format=f"{__name__}:Questions")
+    assert data.tokenizer().decode(data.train[0]["input_ids"]).startswith("<|im_start|>system\nAdd.<|im_end|>\n")
+    assert [line for line in lines if line.startswith("columns not used")] == ["columns not used: 'id'"]
 
 
 def test_a_special_token_in_a_text_is_text(prepared: Prepare) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import PreparedData, fingerprint, prepare
-from tasks.runtime.data.preparation.tokenizer import save_tokenizer, train_tokenizer
+from tests.runtime.helpers.byte_tokenizer import save_byte_tokenizer
 
 DOCS = Path(__file__).parents[4] / "docs"
 # Calls and reasoning, too; the tokenizer's own template.
@@ -67,11 +67,7 @@ REFUSED = forms("data-formats-refused.md")
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A token per byte of these texts and per special token."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    tokenizer = train_tokenizer([""])
-    tokenizer.chat_template = TEMPLATE
-    save_tokenizer(tokenizer, folder)
-    return str(folder)
+    return save_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATE)
 
 
 @pytest.fixture
