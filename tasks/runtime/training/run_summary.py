@@ -72,16 +72,16 @@ def log_summary(run: Session, step: TrainingStep, steps: int, rows: int | None, 
         run.spec.training.gradient_accumulation_steps,
         run.spec.runtime.framework,
     )
-    if rows is not None and (run.spec.checkpoint.per_epoch or run.spec.evaluation.per_epoch):
-        counts = {"checkpoints": run.spec.checkpoint.per_epoch, "evaluations": run.spec.evaluation.per_epoch}
-        given = ", ".join(f"{what} {count}" for what, count in counts.items() if count)
+    counts = {"checkpoint": run.spec.checkpoint.per_epoch, "evaluation": run.spec.evaluation.per_epoch}
+    if rows is not None and (given := {section: count for section, count in counts.items() if count}):
         epoch = rows * run.spec.steps_per_row
-        log.info("per epoch of %.6g steps: %s", epoch, given)
-        for what, section in (("checkpoints", "checkpoint"), ("evaluations", "evaluation")):
-            if (count := counts[what]) and epoch / count > steps:
+        shown = ", ".join(f"{section}s {count}" for section, count in given.items())
+        log.info("per epoch of %.6g steps: %s", epoch, shown)
+        for section, count in given.items():
+            if epoch / count > steps:
                 log.warning(
-                    "%s.per_epoch: after %.6g steps for the first time, and the run has %d; set %s.every for %s before "
-                    "its end", section, epoch / count, steps, section, what,
+                    "%s.per_epoch: after %.6g steps for the first time, and the run has %d; set %s.every for %ss "
+                    "before its end", section, epoch / count, steps, section, section,
                 )  # fmt: skip
     if resume_from:
         log.info("continuing after step %d (%s)", checkpoint.step_of(resume_from), resume_from)

@@ -1,6 +1,7 @@
 """Whether the rows of a source are texts or messages, which its first rows decide; rows of the other kind are refused.
 
-JSON of messages counts as messages. JSON of other objects is learned as text only if `data.format` says so.
+JSON of messages counts as messages. A list of objects that look like messages but have other keys is learned as text
+only if `data.format` says so. Other JSON is text.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def holds_messages(name: str, columns: tuple[str, ...], values: dict[str, Any], 
 
 
 def require_known_objects(name: str, columns: tuple[str, ...], row: Row, data: Data) -> None:
-    """Raise RowError for a text that is the JSON of objects which may be messages, unless `data.format` is given.
+    """Raise RowError for a text that is the JSON of objects that look like messages, unless `data.format` is given.
 
     name: of the format of texts.
     """
