@@ -1,17 +1,20 @@
 """Whether the rows of a source are texts or messages, which its first rows decide; rows of the other kind are refused.
 
-JSON of messages counts as messages. A list of objects that look like messages but have other keys is learned as text
-only if `data.format` says so. Other JSON is text.
+JSON of messages counts as messages, which a question and its answer are not: format alpaca makes a chat of their texts.
+There, and of objects that look like messages but have other keys, JSON is learned as text only if `data.format` says
+so. Other JSON is text.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from typing import Any
 
 from strata_platform.spec.sections.data import Data
 from tasks.runtime.data.chat.json_chat import is_json_chat, keys_of_no_chat
 from tasks.runtime.data.chat.messages import is_text, is_transcript
-from tasks.runtime.data.formats.columns import PREFERENCES
+from tasks.runtime.data.formats.columns import INPUTS, PREFERENCES
 from tasks.runtime.data.reading.rows import Row, RowError
 
 TEXTS = ("prompt_completion", "prompt", "preference")
@@ -26,6 +29,12 @@ def holds_messages(name: str, columns: tuple[str, ...], values: dict[str, Any], 
         if isinstance(value, list | dict) or (is_answer and is_transcript(value)) or is_json_chat(value, data):
             return column
     return None
+
+
+def have_messages(columns: Iterable[str], rows: Iterable[Row], data: Data) -> bool:
+    """Whether a column of some row holds messages, or their JSON: these are what `data.message_keys` is for."""
+    values = [row.values.get(column) for row in rows if isinstance(row.values, dict) for column in columns]
+    return any(isinstance(value, list | dict) or is_json_chat(value, data) for value in values)
 
 
 def require_known_objects(name: str, columns: tuple[str, ...], row: Row, data: Data) -> None:
@@ -47,7 +56,10 @@ def require_kind(name: str, columns: tuple[str, ...], row: Row, data: Data) -> N
     """Raise RowError for messages in a row of a format of texts, or for texts in one whose format is of messages."""
     if not isinstance(row.values, dict):
         return
-    if name in TEXTS:
+    if name == "alpaca":
+        _require_texts(columns, row, data)
+        require_known_objects(name, columns, row, data)
+    elif name in TEXTS:
         if column := holds_messages(name, columns, row.values, data):
             raise RowError(
                 f"{row.where}: column {column!r} holds messages, but by the first rows the format is {name}, of texts; "
@@ -63,6 +75,23 @@ def require_kind(name: str, columns: tuple[str, ...], row: Row, data: Data) -> N
             raise RowError(
                 f"{row.where}: column {columns[-1]!r} holds a text, but by the first rows the format is {name}, of "
                 "messages; give all rows as messages, or all as texts"
+            )
+
+
+def _require_texts(columns: tuple[str, ...], row: Row, data: Data) -> None:
+    """Raise RowError for messages in a question or its answer, or for their JSON unless `data.format` is given."""
+    question, answer = columns
+    for column in (*columns, *INPUTS):
+        value = row.values.get(column)
+        is_json = isinstance(value, str)
+        if column in data.ignore_columns or (is_json and data.format != "auto"):
+            continue
+        if is_json_chat(value if is_json else json.dumps(value, default=str), data):
+            as_text = "; to learn their JSON as text, set data.format to 'alpaca'" if is_json else ""
+            raise RowError(
+                f"{row.where}: column {column!r} holds messages, but format alpaca makes a chat of texts; to read "
+                f"{question!r} and {answer!r} as messages, set data.format to 'prompt_completion', data.prompt_column "
+                f"to {question!r} and data.completion_column to {answer!r}{as_text}"
             )
 
 

@@ -26,6 +26,7 @@ from tasks.runtime.data.formats.columns import CHATS, PROMPTS, Unread, columns_o
 from tasks.runtime.data.formats.format_choice import choose_format
 from tasks.runtime.data.formats.known_formats import Format, make_format, raw_text
 from tasks.runtime.data.formats.own_format import is_own, is_own_chat, own_digest
+from tasks.runtime.data.formats.row_kind import have_messages
 from tasks.runtime.data.formats.scores import score_column
 from tasks.runtime.data.formats.teacher_columns import teacher_columns
 from tasks.runtime.data.media.media_processor import processor_of
@@ -152,9 +153,7 @@ def make_plan(
     row_format = make_format(name, columns, tokenizer, recipe.data, first, score, processor, teacher)
     if recipe.data.chat_template and row_format.templates is None:
         warnings.warn(f"data.chat_template has no effect on {source.name}, whose format is {name}", stacklevel=4)
-    for field in ("message_keys", "roles"):
-        if getattr(recipe.data, field) and name not in CHATS:
-            warnings.warn(f"data.{field} has no effect on {source.name}, whose format is {name}", stacklevel=4)
+    _report_mapping(recipe, source, name, columns, first)
     if left := unread_keys(row_format, columns, tokenizer, recipe.data, first):
         report(f"keys of messages that the chat template does not read: {', '.join(left)}")
     if left := unread_kwargs(row_format, recipe.data, first):
@@ -211,13 +210,24 @@ def _report_unread(recipe: DataRecipe, unread: Unread, name: str, first: list[Ro
     if missing := [column for column in recipe.data.ignore_columns if column not in known]:
         found = f"none of the first {len(first)} rows has {', '.join(map(repr, missing))}"
         warnings.warn(f"data.ignore_columns: {found}", stacklevel=5)
-    if name in CHATS and (missing := _missing_keys(recipe.data, known, first)):
+
+
+def _report_mapping(recipe: DataRecipe, source: Source, name: str, columns: tuple[str, ...], first: list[Row]) -> None:
+    """Warn of keys and roles of messages that are mapped for nothing in the first rows."""
+    data = recipe.data
+    if name not in CHATS or name == "alpaca" or not have_messages(columns, first, data):
+        for field in ("message_keys", "roles"):
+            if getattr(data, field):
+                found = f"has no effect on {source.name}: its rows, of format {name}, have no messages with keys"
+                warnings.warn(f"data.{field} {found}", stacklevel=5)
+    elif missing := _missing_keys(data, first):
         found = f"no message of the first {len(first)} rows has {', '.join(map(repr, missing))}"
         warnings.warn(f"data.message_keys: {found}", stacklevel=5)
 
 
-def _missing_keys(data: Data, known: set[str], first: list[Row]) -> list[str]:
+def _missing_keys(data: Data, first: list[Row]) -> list[str]:
     """Keys of `data.message_keys` that no message has, be it one of a JSON text."""
+    known = keys_in([row.values for row in first])
     texts = [text for row in first for text in texts_in(row.values)]
     mapped = [key for key in data.message_keys.values() if key not in known]
     return [key for key in mapped if not any(form in text for form in forms_of_key(key) for text in texts)]

@@ -269,9 +269,21 @@ def test_prepared_data_of_other_keys_or_roles_is_not_reused(prepared: Prepare) -
     assert _rows(first) == [_rendered(first, TALK)]
 
 
-def test_keys_and_roles_of_rows_without_messages_are_warned_of(prepared: Prepare) -> None:
+@pytest.mark.parametrize(
+    ("row", "objective"),
+    [
+        ({"prompt": "2 + 2 =", "completion": " 4"}, "sft"),
+        ({"instruction": "2 + 2?", "output": "4"}, "sft"),
+        ({"question": "2 + 2?", "chosen": "4", "rejected": "5"}, "dpo"),
+        ({"chosen": "\n\nHuman: Hi\n\nAssistant: Ho", "rejected": "\n\nHuman: Hi\n\nAssistant: Hu"}, "dpo"),
+    ],
+    ids=["texts", "alpaca", "pair of texts", "transcripts"],
+)
+def test_keys_and_roles_of_rows_without_messages_are_warned_of(
+    row: dict[str, str], objective: str, prepared: Prepare
+) -> None:
     with pytest.warns(UserWarning) as found:
-        prepared([{"prompt": "2 + 2 =", "completion": " 4"}], MAPPED)
+        prepared([row], MAPPED, objective)
     told = [str(warning.message) for warning in found]
     assert [text.split(" has no effect")[0] for text in told] == ["data.message_keys", "data.roles"]
     with warnings.catch_warnings():
@@ -294,7 +306,8 @@ def test_keys_within_json_texts_are_found(prepared: Prepare) -> None:
 
 def test_roles_of_transcripts_are_not_mapped(prepared: Prepare) -> None:
     rows = [{"chosen": "\n\nHuman: 2 + 2 =\n\nAssistant: 4", "rejected": "\n\nHuman: 2 + 2 =\n\nAssistant: 5"}]
-    mapped = prepared(rows, "{roles: {user: assistant, assistant: user}}", "dpo")
+    with pytest.warns(UserWarning, match=r"^data\.roles has no effect on "):
+        mapped = prepared(rows, "{roles: {user: assistant, assistant: user}}", "dpo")
     assert _rows(mapped) == _rows(prepared(rows, objective="dpo"))
 
 

@@ -216,8 +216,9 @@ OBJECTS = json.dumps([{"speaker": "agent", "text": "4"}])
         ({"prompt": "2 + 2?", "completion": OBJECTS}, "sft", "prompt_completion"),
         ({"prompt": "2 + 2?", "chosen": OBJECTS, "rejected": "5"}, "dpo", "preference"),
         ({"prompt": OBJECTS}, "grpo", "prompt"),
+        ({"question": "2 + 2?", "answer": OBJECTS}, "sft", "alpaca"),
     ],
-    ids=["completion", "chosen", "prompt"],
+    ids=["completion", "chosen", "prompt", "answer"],
 )
 def test_json_of_other_objects_is_text_only_if_the_format_says_so(
     row: dict[str, str], objective: str, text_format: str, prepared: Prepare
@@ -230,6 +231,35 @@ def test_json_of_other_objects_is_text_only_if_the_format_says_so(
         prepared(row, objective)
     data = prepared(row, objective, format=text_format)
     assert OBJECTS in data.tokenizer().decode(data.train[0]["input_ids"])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"instruction": json.dumps(TURNS[:1]), "output": "4"},
+        {"instruction": "2 + 2?", "output": json.dumps(TURNS[1:])},
+        {"instruction": TURNS[:1], "output": TURNS[1:]},
+    ],
+    ids=["question", "answer", "lists"],
+)
+def test_messages_as_a_question_or_its_answer_name_the_format_that_reads_them(
+    row: dict[str, Any], prepared: Prepare
+) -> None:
+    problem = r"line 1: column '\w+' holds messages, but format alpaca makes a chat of texts; .*'prompt_completion'"
+    with pytest.raises(ValueError, match=problem):
+        prepared(row, "sft")
+    data = prepared(row, "sft", format="prompt_completion", prompt_column="instruction", completion_column="output")
+    text = data.tokenizer().decode(data.train[0]["input_ids"])
+    assert text == "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+
+
+def test_json_of_messages_is_the_text_of_a_question_if_the_format_says_so(prepared: Prepare) -> None:
+    row = {"instruction": "Sum up.", "input": json.dumps(TURNS), "output": "A sum."}
+    with pytest.raises(ValueError, match=r"column 'input' holds messages.* as text, set data.format to 'alpaca'"):
+        prepared(row, "sft")
+    data = prepared(row, "sft", format="alpaca")
+    assert f"Sum up.\n{row['input']}<|im_end|>" in data.tokenizer().decode(data.train[0]["input_ids"])
+    assert prepared(row, "sft", ignore_columns=["input"]).manifest.samples_used == 1
 
 
 @pytest.mark.parametrize(
