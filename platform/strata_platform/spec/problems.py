@@ -282,8 +282,9 @@ def _wrong_type(model: type[BaseModel], item: ErrorDetails, location: _Location)
 
 def _validator_message(model: type[BaseModel], item: ErrorDetails, location: _Location) -> _Finding:
     """One of our validators raised ValueError."""
-    message = str(item["ctx"]["error"])
-    return _Finding(Problem(location.path, message, format_value(item["input"]), location.wanted), location.keys)
+    given, suggestion = item["input"], _other_value(location.keys, item["input"])
+    message = "not a valid value" if suggestion else str(item["ctx"]["error"])
+    return _Finding(Problem(location.path, message, format_value(given), location.wanted, suggestion), location.keys)
 
 
 def _not_json(model: type[BaseModel], item: ErrorDetails, location: _Location) -> _Finding:

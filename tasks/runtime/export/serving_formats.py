@@ -20,13 +20,12 @@ from tasks.runtime.export.gguf_families import family_of
 from tasks.runtime.export.gguf_file import write_gguf
 from tasks.runtime.export.gguf_vocabulary import require_vocabulary
 from tasks.runtime.export.quantized_folder import SCHEMES, group_size, write_quantized
+from tasks.runtime.models.adapters.targets import adapts_embeddings
 from tasks.runtime.models.build import build_model_on_meta
 from tasks.runtime.models.config import load_config
 
 log = logging.getLogger(__name__)
 
-# The embeddings of the families that can be written as GGUF.
-_EMBEDDINGS = "embed_tokens"
 # Format → the package that it needs, and its module.
 _PACKAGES: dict[Format, tuple[str, str]] = {
     "gguf": ("gguf", "gguf"),
@@ -58,7 +57,7 @@ def require_formats(export: Export, model: Model, data: Data, adapter: Adapter) 
     if "gguf" in export.formats:
         try:
             config = load_config(model)
-            if isinstance(adapter, Lora) and any(name.endswith(_EMBEDDINGS) for name in adapter.target_modules):
+            if isinstance(adapter, Lora) and adapts_embeddings(build_model_on_meta(model), adapter):
                 # The exported head has a weight of its own.
                 config.tie_word_embeddings = False
             family_of(config)

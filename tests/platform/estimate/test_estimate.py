@@ -63,7 +63,7 @@ def test_what_the_gate_lets_through_is_kept_where_it_is_not_fused():
     fused = take(**training).memory.activations
     apart = take(**training, kernels={"exclude": ["swiglu"]}).memory.activations
     assert apart - fused == between
-    for adapter in ({}, {"lora_dropout": 0.1}, {"target_modules": ["q_proj"]}, {"r": 128}, {"use_dora": True}):
+    for adapter in ({}, {"lora_dropout": 0.1}, {"target_modules": ".*q_proj"}, {"r": 128}, {"use_dora": True}):
         lora = {**training, "adapter": {"type": "lora", **adapter}}
         apart = take(**lora, kernels={"exclude": ["swiglu"]}).memory.activations
         assert apart - take(**lora).memory.activations == (0 if adapter else between)
@@ -635,6 +635,7 @@ def test_what_a_person_reads_is_what_the_docs_show():
         ({"adapter": {"type": "lora", "use_dora": True}}, "adapter.use_dora"),
         ({"adapter": {"type": "lora", "lora_dropout": 0.1}}, "adapter.lora_dropout"),
         ({"adapter": {"type": "lora", "target_modules": ["q_proj"]}}, "adapter.target_modules"),
+        ({"adapter": {"type": "lora", "target_modules": r".*\.q_proj"}}, "adapter.target_modules"),
         ({"adapter": {"type": "lora", "target_parameters": ["down_proj"]}}, "adapter.target_parameters"),
     ],
 )

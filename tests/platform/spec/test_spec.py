@@ -201,6 +201,25 @@ def test_templates_and_splits_that_there_are_not_are_found_before_the_run(field,
     assert said in problems_of(data={"source": "some/data", field: value})[f"data.{field}"].message
 
 
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (r".*\.(q_proj", "not a regular expression: missing ), unterminated subpattern at position 4; correct it, or"),
+        ("q_proj", "which this cannot match; for ends of names write [q_proj]"),
+        ("q_proj,v_proj", "for ends of names write [q_proj, v_proj]"),
+        (["q_proj", ".*v_proj"], "'.*v_proj' is no end of a name; write a regular expression as text"),
+    ],
+)
+def test_targets_of_an_adapter_are_ends_of_names_or_a_regular_expression(value, said):
+    lora = {"type": "lora", "target_modules": value}
+    problem = problems_of(model={"name": "a/b"}, adapter=lora)["adapter.target_modules"]
+    assert said in problem.message
+    assert problem.allowed == "a list of text, or a regular expression"
+    spec = RunSpec.model_validate({"model": {"name": "a/b"}, "adapter": lora | {"target_modules": r".*\.[qv]_proj"}})
+    assert spec.adapter.target_modules == r".*\.[qv]_proj"
+    assert RunSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
 def test_a_number_given_for_a_text_says_to_quote_it():
     problem = problems_of(model={"revision": 20240101})["model.revision"]
     assert problem.given == "20240101"

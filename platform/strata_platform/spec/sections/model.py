@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, PrivateAttr
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
 
 from strata_platform.spec.describe import Allowed
 from strata_platform.spec.sections.fields import Flag, Integer, Number, Section, Text, number
@@ -18,6 +19,33 @@ CodeVersion = Annotated[
     str,
     Field(pattern=r"^([0-9a-f]{40}|sha256:[0-9a-f]{64})$"),
     Allowed("a full commit, or sha256: and a digest"),
+]
+
+
+def _names_or_regex(value: tuple[str, ...] | str) -> tuple[str, ...] | str:
+    if not isinstance(value, str):
+        if regex := next((name for name in value if re.search(r"[*+?|()\[\]^$\\{}]", name)), None):
+            raise ValueError(f"{regex!r} is no end of a name; write a regular expression as text, outside of a list")
+        return value
+    if re.fullmatch(r"[\w-]+(\s*,\s*[\w-]+)*", value):
+        listed = ", ".join(re.findall(r"[\w-]+", value))
+        raise ValueError(
+            "text is a regular expression for whole names, such as model.layers.0.self_attn.q_proj, which this cannot "
+            f"match; for ends of names write [{listed}]"
+        )
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(
+            f"not a regular expression: {error}; correct it, or list ends of names, such as [q_proj, v_proj]"
+        ) from None
+    return value
+
+
+Targets = Annotated[
+    tuple[Text, ...] | Text,
+    AfterValidator(_names_or_regex),
+    Allowed("a list of text, or a regular expression"),
 ]
 
 
@@ -103,10 +131,11 @@ class Lora(Section):
         description="Dropout probability of the adapter's inputs in training. Objectives that compare answers, such as "
         "`dpo` and `reward`, train without dropout.",
     )
-    target_modules: tuple[Text, ...] = Field(
+    target_modules: Targets = Field(
         (),
-        description="Linear layers and embeddings that get an adapter, by the ends of their names. Empty: all linear "
-        "layers except the head; of a vision-language model, those of the language model.",
+        description="Linear layers and embeddings that get an adapter: a list of ends of their names, or a regular "
+        "expression that matches whole names, as in PEFT. Empty: all linear layers except the head; of a "
+        "vision-language model, those of the language model.",
     )
     init_lora_weights: Literal["default", "pissa", "pissa_niter_4", "pissa_niter_16"] = Field(
         "default",

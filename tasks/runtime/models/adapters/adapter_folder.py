@@ -122,7 +122,8 @@ def _as_lora(tensors: dict[str, Tensor], initial: dict[str, Tensor]) -> dict[str
 def _targets(model: PreTrainedModel, settings: Lora) -> list[str]:
     """The layers that have an adapter, as PEFT finds them: by the last parts of their names where these tell.
 
-    In a vision-language model a layer of the tower may have the name of one in the language model.
+    In a vision-language model a layer of the tower may have the name of one in the language model. Of a regular
+    expression, PEFT keeps the last parts of names alone in some mixtures.
     """
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import ParamWrapper
@@ -132,7 +133,7 @@ def _targets(model: PreTrainedModel, settings: Lora) -> list[str]:
         for path, layer in model.named_modules()
         if isinstance(layer, LoraLayer) and not isinstance(layer, ParamWrapper)
     ]
-    if is_multimodal(model.config):
+    if is_multimodal(model.config) or isinstance(settings.target_modules, str):
         return layers
     return list(settings.target_modules) or sorted({path.rpartition(".")[2] for path in layers})
 

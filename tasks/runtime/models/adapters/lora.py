@@ -8,29 +8,24 @@ again, and `base_fingerprint` detects that they changed.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import logging
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from strata_kernels import PatchReport
 from strata_kernels.patch.discover_experts import has_experts
 from strata_platform.spec import RunSpec
-from strata_platform.spec.sections.model import SCORE, Lora, NoAdapter
+from strata_platform.spec.sections.model import Lora, NoAdapter
 from tasks.runtime.checkpoint.state import has_adapter
+from tasks.runtime.models.adapters.targets import ends_with, layers_left_out, require_targets, targets
 from tasks.runtime.models.build import build_model_on_meta
-from tasks.runtime.models.media.multimodal import is_multimodal
-from tasks.runtime.models.score_head import scores
 
 # Imported only for an adapter: PEFT imports every installed quantization library, which takes seconds.
 if TYPE_CHECKING:
@@ -43,7 +38,6 @@ log = logging.getLogger(__name__)
 _SAMPLED = 256
 # Names that an error lists.
 _SHOWN = 20
-_PLAIN = (nn.Linear.forward, Conv1D.forward)
 
 
 def add_adapter(model: PreTrainedModel, settings: Lora | NoAdapter, seed: int) -> LoraModel | None:
@@ -64,12 +58,12 @@ def add_adapter(model: PreTrainedModel, settings: Lora | NoAdapter, seed: int) -
     from peft.tuners.lora import LoraModel
 
     _require_names(model, settings)
-    if not settings.target_modules and (left_out := _all_linear_layers(model).keys() - {*_linear_layers(model)}):
-        names = ", ".join(sorted({path.rpartition(".")[2] for path in left_out}))
+    if not settings.target_modules and (names := layers_left_out(model)):
         log.info(
-            "adapter: not added to %s, whose weight other code reads or whose output is more than a product", names
+            "adapter: not added to %s, whose weight other code reads or whose output is more than a product",
+            ", ".join(names),
         )
-    config = lora_config(settings, target_modules=_targets(model, settings))
+    config = lora_config(settings, target_modules=targets(model, settings))
     torch.manual_seed(seed)
     empty = next(model.parameters()).is_meta
     with init_empty_weights(include_buffers=False) if empty else nullcontext(), _renaming_nothing():
@@ -88,23 +82,6 @@ def add_adapter(model: PreTrainedModel, settings: Lora | NoAdapter, seed: int) -
             )
         module.requires_grad_(True)
     return adapted
-
-
-def _targets(model: PreTrainedModel, settings: Lora) -> list[str]:
-    """The names in `target_modules`, or all linear layers but the head; of a vision-language model, those of its
-    language model.
-    """
-    # By their paths: what PEFT calls "all-linear" has experts and routers in it for some mixtures, and not for others.
-    layers = _linear_layers(model)
-    if not is_multimodal(model.config):
-        return list(settings.target_modules or layers)
-    if settings.target_modules:
-        # In Gemma 4's tower, modules around a linear layer have the names of those in the language model.
-        embeddings = model.get_input_embeddings()
-        others = (path for path, module in model.named_modules() if module is embeddings)
-        return [path for path in (*layers, *others) if _ends_with(path, settings.target_modules)]
-    decoder = {id(module) for module in model.get_decoder().modules()}
-    return [name for name in layers if id(model.get_submodule(name)) in decoder]
 
 
 def lora_config(settings: Lora, **options: Any) -> LoraConfig:
@@ -126,8 +103,7 @@ def require_adapter(spec: RunSpec) -> None:
     model = build_model_on_meta(spec.model)
     _require_names(model, spec.adapter)
     renamed = _renamed(model.config.model_type)
-    adapted = {path.rpartition(".")[2] for path in _linear_layers(model) if not spec.adapter.target_modules}
-    adapted |= {name.rpartition(".")[2] for name in spec.adapter.target_modules}
+    adapted = {path.rpartition(".")[2] for path in targets(model, spec.adapter)}
     if "adapter" in spec.export.formats and (clash := sorted(renamed.keys() & adapted)):
         raise ValueError(
             f"export.formats has 'adapter', but in a {model.config.model_type} PEFT takes {', '.join(clash)} for "
@@ -196,21 +172,17 @@ def describe_experts(model: nn.Module, settings: Lora, patched: PatchReport | No
 def saved_modules(model: PreTrainedModel, settings: Lora) -> list[tuple[str, nn.Module]]:
     """The modules of `adapter.modules_to_save` by their paths, and those that share a weight with one of them."""
     named = list(model.named_modules())
-    chosen = [module for path, module in named if _ends_with(path, settings.modules_to_save)]
+    chosen = [module for path, module in named if ends_with(path, settings.modules_to_save)]
     weights = {id(parameter) for module in chosen for parameter in module.parameters()}
     tied = (model.get_input_embeddings(), model.get_output_embeddings())
     chosen += [module for module in tied if module is not None and id(module.weight) in weights]
     return [(path, module) for path, module in named if any(module is other for other in chosen)]
 
 
-def _ends_with(path: str, names: tuple[str, ...]) -> bool:
-    return any(f".{path}".endswith(f".{name}") for name in names)
-
-
 def _require_saved_modules(model: PreTrainedModel, settings: Lora) -> None:
     named = [path for path, module in model.named_modules() if any(True for _ in module.parameters())]
     for name in settings.modules_to_save:
-        if not any(_ends_with(path, (name,)) for path in named):
+        if not any(ends_with(path, (name,)) for path in named):
             known = list(dict.fromkeys(path.rpartition(".")[2] for path in named if path))
             known = [part for part in known if not part.isdigit()]
             close = get_close_matches(name.rpartition(".")[2], known, n=1)
@@ -303,7 +275,7 @@ def require_base(found: str, expected: str, name: str) -> None:
 
 
 def _require_names(model: PreTrainedModel, settings: Lora) -> None:
-    _require_targets(model, settings)
+    require_targets(model, settings)
     _require_target_parameters(model, settings)
     _require_saved_modules(model, settings)
 
@@ -319,53 +291,3 @@ def _require_target_parameters(model: PreTrainedModel, settings: Lora) -> None:
                 f"adapter.target_parameters: {target!r} is not the weight of experts; "
                 + (f"choose from {known}" if known else "the model has none, so leave adapter.target_parameters out")
             )
-
-
-def _require_targets(model: PreTrainedModel, settings: Lora) -> None:
-    """Raises ValueError for a name that matches no layer; PEFT ignores it as long as another name matches."""
-    embeddings = model.get_input_embeddings()
-    layers = [*_linear_layers(model), *(name for name, module in model.named_modules() if module is embeddings)]
-    for target in settings.target_modules:
-        if not any(f".{name}".endswith(f".{target}") for name in layers):
-            known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in layers))
-            raise ValueError(
-                f"adapter.target_modules: {target!r} is not a linear layer of the model or its embeddings, is its "
-                f"head, or is a layer whose weight other code reads, past an adapter; choose from {known}, or leave it "
-                "out to adapt all linear layers"
-            )
-
-
-def _all_linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """All linear layers but the head, by path."""
-    head = getattr(model, SCORE) if scores(model) else model.get_output_embeddings()
-    return {
-        path: layer
-        for path, layer in model.named_modules()
-        if isinstance(layer, nn.Linear | Conv1D) and layer is not head
-    }
-
-
-def _linear_layers(model: PreTrainedModel) -> tuple[str, ...]:
-    """The paths of all linear layers that can have an adapter, but the head.
-
-    An adapter needs a layer that computes what a linear layer does, which routers of Phi-MoE and Llama 4 do not, and
-    whose result is used: Mamba's fast kernels take the weight of the output projection instead.
-    """
-    classes: dict[str, Any] = {path: type(module) for path, module in model.named_modules()}
-    return tuple(
-        path
-        for path, layer in _all_linear_layers(model).items()
-        if (type(layer).forward in _PLAIN or type(layer).__module__.startswith("bitsandbytes."))
-        and path.rpartition(".")[2] not in weights_read_by(classes[path.rpartition(".")[0]])
-    )
-
-
-@cache
-def weights_read_by(owner: type[nn.Module]) -> frozenset[str]:
-    """The names of layers whose weights the code of a class of modules reads, beyond their dtype, device and shape."""
-    try:
-        source = inspect.getsource(owner)
-    except (OSError, TypeError):
-        # A class that was made while the program runs.
-        return frozenset()
-    return frozenset(re.findall(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape))", source))

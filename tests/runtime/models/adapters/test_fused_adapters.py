@@ -283,6 +283,7 @@ def test_hooks_see_what_a_part_of_the_layer_computes_itself(part, added):
         ({"target_modules": ["q_proj", "gate_proj"]}, []),
         ({"target_modules": ["o_proj"]}, ["Linear"]),
         ({"target_modules": ["o_proj", "down_proj"]}, ["Linear"]),
+        ({"target_modules": r"model\.layers\.\d\.self_attn\.[qkvo]_proj"}, ["Linear"]),
         ({"use_dora": True}, []),
     ],
     ids=str,

@@ -17,7 +17,8 @@ from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.data import fingerprint, prepare
 from tasks.runtime.evaluation.evaluate_model import evaluate
 from tasks.runtime.export.export_model import export
-from tasks.runtime.models.adapters.lora import add_adapter, base_fingerprint, merge_adapter
+from tasks.runtime.models.adapters.lora import add_adapter, base_fingerprint, merge_adapter, require_adapter
+from tasks.runtime.models.adapters.targets import adapts_embeddings
 from tasks.runtime.models.build import build_model, build_model_on_meta, prepare_for_training
 from tasks.runtime.models.trained_weights import build_trained_model, collect_weights
 from tasks.runtime.objectives.training_step import build_training_step
@@ -35,6 +36,7 @@ TOKENS = torch.arange(5, 37)[None]
 VARIANTS = {
     "LoRA": {"lora_dropout": 0.1, "target_modules": ["q_proj", "mlp.down_proj"], "use_rslora": True},
     "DoRA": {"use_dora": True},
+    "LoRA-by-regex": {"target_modules": r"model\.layers\.1\..*_proj|(?!.*\.k_proj).*\.self_attn\..*_proj"},
 }
 
 
@@ -255,6 +257,47 @@ def test_a_layer_that_is_not_there_is_refused(pretrained, target):
         ValueError, match=rf"adapter\.target_modules: '{target}' is not a linear layer .* choose from q_proj, k_proj"
     ):
         add_adapter(build_model_on_meta(spec.model), spec.adapter, spec.seed)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore:fan_in_fan_out:UserWarning")
+@pytest.mark.parametrize(
+    ("family", "regex"),
+    [
+        ("llama", r".*_proj"),
+        ("llama", r"model\.layers\.1\..*\.(q_proj|down_proj)"),
+        ("llama", r"(?!.*\.mlp\.).*\.[qv]_proj|model\.embed_tokens"),
+        ("gpt2", r"transformer\.h\.\d+\.attn\.c_attn"),
+        ("jamba", r".*\.[qkvo]_proj"),
+    ],
+)
+def test_a_regular_expression_selects_what_it_does_in_peft(family, regex):
+    ours, theirs = build_tiny(family), build_tiny(family)
+    add_adapter(ours, Lora(r=4, target_modules=regex), 0)
+    theirs = get_peft_model(theirs, LoraConfig(r=4, lora_alpha=32, target_modules=regex)).base_model.model
+    found, expected = (
+        {name: parameter.shape for name, parameter in model.named_parameters() if parameter.requires_grad}
+        for model in (ours, theirs)
+    )
+    assert found == expected and found
+    assert adapts_embeddings(build_tiny(family), Lora(target_modules=regex)) == any("embed" in name for name in found)
+
+
+@pytest.mark.parametrize(
+    ("regex", "said"),
+    [
+        (r"layers\.0\..*_proj", "matches no whole name of a module; let it match linear layers"),
+        (r".*\.0\..*attn.*", r"also matches model.layers.0.self_attn, which cannot have an adapter; let it match"),
+        (r".*(q_proj|lm_head)", "also matches lm_head, which cannot"),
+        (r".*norm", "also matches model.layers.0.input_layernorm, model.layers.0.post_attention_layernorm, "),
+        (r".*", r"'.*' also matches model, model.layers, model.layers.0, model.layers.0.self_attn, "),
+    ],
+)
+def test_a_regular_expression_that_matches_nothing_or_too_much_is_refused_with_names(pretrained, regex, said):
+    spec = make_spec(pretrained, {"target_modules": regex})
+    with pytest.raises(ValueError, match=r"^adapter\.target_modules: the regular expression ") as error:
+        require_adapter(spec)
+    assert said in str(error.value)
+    assert ", such as model.layers.0.self_attn.q_proj, model.layers.0.self_attn.k_proj, " in str(error.value)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
