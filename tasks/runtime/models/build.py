@@ -22,11 +22,9 @@ from strata_kernels import PatchReport, patch_model
 from strata_kernels.patch.structure import unwrap
 from strata_platform.spec.sections.kernels import Kernels
 from strata_platform.spec.sections.model import Model
-from strata_platform.spec.sections.training import Training
 from tasks.runtime.checkpoint.state import model_tensors, set_dtypes
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.data import PreparedData
-from tasks.runtime.models.activations.activation_checkpointing import checkpoint_activations
 from tasks.runtime.models.attention.attention_choice import choose_attention
 from tasks.runtime.models.attention.recurrent_layers import isolate_sequences
 from tasks.runtime.models.attention.sequence_masks import mask_sequences
@@ -323,12 +321,11 @@ def build_planning_model(settings: Model, dtype: torch.dtype) -> PreTrainedModel
     return model
 
 
-def prepare_for_training(model: PreTrainedModel, kernels: Kernels, training: Training) -> PatchReport | None:
-    """Patch the operators and set up activation checkpointing."""
+def patch_for_training(model: PreTrainedModel, kernels: Kernels) -> PatchReport | None:
+    """`patch`, of a model whose loss training can use: see `require_shared_loss`."""
     report = patch(model, kernels)
     if not has_fused_loss(report):
         require_shared_loss(unwrap(model))
-    checkpoint_activations(model, training)
     return report
 
 

@@ -13,9 +13,10 @@ from strata_platform.spec import RunSpec
 from strata_platform.spec.sections.objectives import LABELLED, PAIRED
 from tasks.runtime.data import PreparedData, collator
 from tasks.runtime.data.dataset import Batch, Row
+from tasks.runtime.models.activations.activation_checkpointing import checkpoint_activations
 from tasks.runtime.models.adapters.fused_adapters import fuse_adapters
 from tasks.runtime.models.attention.varlen_attention import set_varlen_attention, uses_varlen, with_cu_seqlens
-from tasks.runtime.models.build import freeze_by_name, freeze_non_text_parameters, has_fused_loss, prepare_for_training
+from tasks.runtime.models.build import freeze_by_name, freeze_non_text_parameters, has_fused_loss, patch_for_training
 from tasks.runtime.models.dropout import turn_dropout_off
 from tasks.runtime.models.float8 import use_float8
 from tasks.runtime.models.media.media_inputs import with_model_inputs
@@ -61,13 +62,15 @@ def build_training_step(
     if (alpha := spec.training.neftune_noise_alpha) is not None:
         add_neftune(model, alpha)
     score_positions(model)
-    patched = prepare_for_training(model, spec.kernels, spec.training)
+    patched = patch_for_training(model, spec.kernels)
     # After the kernel layer, which proves modules by the class that they have in the model's code.
     use_float8(model, spec.training)
     # Noise of the model alone would count as its difference from the reference model, or of one answer from the other.
     dropout_off = spec.objective.type in (*PAIRED, *LABELLED) and turn_dropout_off(model)
     if patched is not None:
         fuse_adapters(model)
+    # It keeps the forward pass that a layer has now; fused adapters change the layers' classes.
+    checkpoint_activations(model, spec.training)
     collate = with_model_inputs(collator(spec.model.attention), model, data)
     varlen = uses_varlen(spec.model, spec.parallel, model.config, device)
     if varlen:

@@ -11,7 +11,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.models.build import prepare_for_training, use_no_cache
+from tasks.runtime.models.activations.activation_checkpointing import checkpoint_activations
+from tasks.runtime.models.build import patch_for_training, use_no_cache
 from tasks.runtime.models.float8 import use_float8
 from tasks.runtime.objectives.next_token import NextToken
 from tasks.runtime.parallel.fsdp import Fsdp
@@ -55,7 +56,8 @@ def train(settings, dtype, frozen, gathers):
     if frozen:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("norm" in name)
-    prepare_for_training(model, spec.kernels, spec.training)
+    patch_for_training(model, spec.kernels)
+    checkpoint_activations(model, spec.training)
     use_float8(model, spec.training)
     strategy = Fsdp(spec, processes)
     strategy._gathers_in_float8 &= gathers

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.data.context_shards import shard_batch
-from tasks.runtime.models.build import prepare_for_training, use_no_cache
+from tasks.runtime.models.activations.activation_checkpointing import checkpoint_activations
+from tasks.runtime.models.build import patch_for_training, use_no_cache
 from tasks.runtime.objectives.next_token import NextToken
 from tasks.runtime.optim.gradients import clip_gradients
 from tasks.runtime.parallel.fsdp import Fsdp
@@ -94,7 +95,8 @@ def check(family, parallel, settings, changes):
     processes = Processes.from_environment(cp_size=spec.parallel.context_parallel)
     rows = rows_of(processes)
     model = build(family, changes)
-    report = prepare_for_training(model, spec.kernels, spec.training)
+    report = patch_for_training(model, spec.kernels)
+    checkpoint_activations(model, spec.training)
     assert report.counts["experts"], report.kept
     told = partial("{} {}: {}".format, family, parallel)
     losses, whole = [], {}

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.data.context_shards import shard_batch
-from tasks.runtime.models.activations.activation_checkpointing import compile_layers
-from tasks.runtime.models.build import prepare_for_training
+from tasks.runtime.models.activations.activation_checkpointing import checkpoint_activations, compile_layers
+from tasks.runtime.models.build import patch_for_training
 from tasks.runtime.objectives.next_token import NextToken
 from tasks.runtime.parallel.fsdp import Fsdp
 from tasks.runtime.process.ranks import Processes
@@ -74,7 +74,8 @@ def check(family, parallel, settings, changes=None):
     # Two rows of three documents, of a length that four chunks do not divide.
     positions = torch.cat([torch.arange(length) for length in (5, 21, 11)]).expand(2, -1)
     batch = {"input_ids": tokens, "labels": tokens.where(tokens % 3 > 0, -100), "position_ids": positions}
-    prepare_for_training(model, spec.kernels, spec.training)
+    patch_for_training(model, spec.kernels)
+    checkpoint_activations(model, spec.training)
     expected, whole = gradients(model, spec, batch, Processes())
     model.zero_grad(set_to_none=True)
     compile_layers(model, spec.training)

@@ -24,7 +24,6 @@ from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.sections.kernels import Kernels
 from strata_platform.spec.sections.model import PRESETS as NAMES
 from strata_platform.spec.sections.model import Model
-from strata_platform.spec.sections.training import Training
 from tasks.runtime.checkpoint import latest
 from tasks.runtime.checkpoint.state import dtypes_of, set_dtypes
 from tasks.runtime.checkpoint.writer import CheckpointWriter
@@ -38,7 +37,7 @@ from tasks.runtime.models.build import (
     freeze_non_text_parameters,
     has_fused_loss,
     materialize,
-    prepare_for_training,
+    patch_for_training,
     require_embeddings,
     set_special_tokens,
 )
@@ -192,19 +191,19 @@ def test_a_token_that_the_model_does_not_embed_is_warned_of_where_no_row_has_it(
 
 
 def test_kernels_can_be_turned_off():
-    assert prepare_for_training(build_model(Model(), 0), Kernels(enabled=False), Training()) is None
-    report = prepare_for_training(build_model(Model(), 0), Kernels(exclude=["rope"]), Training())
+    assert patch_for_training(build_model(Model(), 0), Kernels(enabled=False)) is None
+    report = patch_for_training(build_model(Model(), 0), Kernels(exclude=["rope"]))
     assert set(report.counts) == {"rms_norm", "swiglu", "linear_cross_entropy"}
 
 
 def test_a_family_without_a_row_trains_by_default_and_is_refused_where_all_operators_are_asked_for():
     config = GPT2Config(vocab_size=64, n_embd=8, n_layer=1, n_head=1, n_positions=64, bos_token_id=1, eos_token_id=2)
-    report = prepare_for_training(GPT2LMHeadModel(config), Kernels(), Training())
+    report = patch_for_training(GPT2LMHeadModel(config), Kernels())
     assert report.counts == {"layer_norm": 3, "linear_cross_entropy": 1} and has_fused_loss(report)
     llama = LlamaConfig(hidden_act="gelu", **{**PRESETS["tiny-llama"], "num_hidden_layers": 1})
-    assert "swiglu" in prepare_for_training(LlamaForCausalLM(llama), Kernels(), Training()).kept
+    assert "swiglu" in patch_for_training(LlamaForCausalLM(llama), Kernels()).kept
     with pytest.raises(ValueError, match=r"kernels\.enabled is true, but swiglu: .* Set it to auto, which keeps"):
-        prepare_for_training(LlamaForCausalLM(llama), Kernels(enabled=True), Training())
+        patch_for_training(LlamaForCausalLM(llama), Kernels(enabled=True))
 
 
 @pytest.mark.parametrize("enabled", [True, False, "auto"])
@@ -213,11 +212,11 @@ def test_a_model_with_a_loss_of_its_own_is_refused(enabled):
     config = BartConfig(vocab_size=64, d_model=8, decoder_layers=1, decoder_attention_heads=1, decoder_ffn_dim=8)
     kernels = Kernels(enabled=enabled, exclude=["linear_cross_entropy"])
     with pytest.raises(ValueError, match="BartForCausalLM computes its loss with its own code"):
-        prepare_for_training(BartForCausalLM(config), kernels, Training())
+        patch_for_training(BartForCausalLM(config), kernels)
 
 
 def test_a_loss_that_is_not_fused_is_transformers_own():
-    report = prepare_for_training(build_model(Model(), 0), Kernels(exclude=["linear_cross_entropy"]), Training())
+    report = patch_for_training(build_model(Model(), 0), Kernels(exclude=["linear_cross_entropy"]))
     assert not has_fused_loss(report)
 
 

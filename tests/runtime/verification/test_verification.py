@@ -323,14 +323,14 @@ def test_buffers_in_bfloat16_are_found(plain, monkeypatch, place):
 
 
 def test_buffers_that_were_rounded_once_are_found(plain, monkeypatch):
-    original = training_step.prepare_for_training
+    original = training_step.patch_for_training
 
     def rounded(model, *sections):
         rotary = model.model.rotary_emb
         rotary.inv_freq = rotary.inv_freq.to(torch.bfloat16).float()
         return original(model, *sections)
 
-    monkeypatch.setattr(training_step, "prepare_for_training", rounded)
+    monkeypatch.setattr(training_step, "patch_for_training", rounded)
     found = check(plain, "buffers")
     assert found.status == "fail" and "in the job: values differ" in found.detail
 
@@ -422,13 +422,13 @@ def test_a_frozen_tensor_that_moves_is_found(lora, monkeypatch):
 
 
 def test_a_tensor_without_a_gradient_is_found(plain, monkeypatch):
-    original = training_step.prepare_for_training
+    original = training_step.patch_for_training
 
     def prepare(model, *sections):
         model.model.norm.weight.register_hook(torch.zeros_like)
         return original(model, *sections)
 
-    monkeypatch.setattr(training_step, "prepare_for_training", prepare)
+    monkeypatch.setattr(training_step, "patch_for_training", prepare)
     found = check(plain, "updates")
     assert found.status == "fail" and "model.norm.weight is trainable but has no gradient" in found.detail
 

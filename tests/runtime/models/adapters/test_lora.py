@@ -17,9 +17,10 @@ from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.data import fingerprint, prepare
 from tasks.runtime.evaluation.evaluate_model import evaluate
 from tasks.runtime.export.export_model import export
+from tasks.runtime.models.adapters import fused_adapters
 from tasks.runtime.models.adapters.lora import add_adapter, base_fingerprint, merge_adapter, require_adapter
 from tasks.runtime.models.adapters.targets import adapts_embeddings
-from tasks.runtime.models.build import build_model, build_model_on_meta, prepare_for_training
+from tasks.runtime.models.build import build_model, build_model_on_meta, patch_for_training
 from tasks.runtime.models.trained_weights import build_trained_model, collect_weights
 from tasks.runtime.objectives.training_step import build_training_step
 from tasks.runtime.optim.optimizer import build_optimizer
@@ -312,11 +313,31 @@ def test_an_empty_model_gets_the_same_adapter_without_memory(pretrained, variant
     assert all(parameter.is_meta for parameter in models[1].parameters())
 
 
+@pytest.mark.parametrize(("recomputed", "passes"), [("none", 1), ("full", 2)])
+def test_a_run_adds_residuals_with_its_adapters_also_in_recomputed_layers(pretrained, recomputed, passes, monkeypatch):
+    seen, take = [], fused_adapters._take_residual
+
+    def taken(*given):
+        found = take(*given)
+        seen.append(found is not None)
+        return found
+
+    monkeypatch.setattr(fused_adapters, "_take_residual", taken)
+    spec = make_spec(pretrained, training={"steps": STEPS, "gradient_checkpointing": recomputed})
+    model = build_model(spec.model, spec.seed)
+    add_adapter(model, spec.adapter, spec.seed)
+    step = build_training_step(model, spec, torch.device("cpu"))
+    batch = {"input_ids": TOKENS, "labels": TOKENS, "position_ids": torch.arange(32)[None]}
+    step.objective.micro_batch_loss(model.train(), batch, torch.tensor(31)).loss.backward()
+    # Of attention's last product and of the MLP, in each of two layers.
+    assert sum(seen) == 4 * passes
+
+
 def test_under_the_kernels_only_the_adapter_gets_gradients(pretrained):
     spec = make_spec(pretrained)
     model = build_model(spec.model, spec.seed)
     add_adapter(model, spec.adapter, spec.seed)
-    assert "linear_cross_entropy" in prepare_for_training(model, spec.kernels, spec.training).counts
+    assert "linear_cross_entropy" in patch_for_training(model, spec.kernels).counts
     model(input_ids=TOKENS, labels=TOKENS).loss.backward()
     trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert trained == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
