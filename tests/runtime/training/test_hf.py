@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, Trainer
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.run_folder.folder import RunFolder
@@ -65,6 +65,17 @@ def test_accelerate_leaves_the_optimizer_s_state_where_it_is(output, reference, 
 
     monkeypatch.setattr("accelerate.optimizer.move_to_device", move)
     spec = make_spec(output, "unmoved")
+    assert train_spec(spec).status == "complete"
+    assert curve(spec) == reference
+
+
+def test_the_host_does_not_wait_for_the_gpu_in_each_micro_batch(output, reference, monkeypatch):
+    def wait(*_):
+        raise AssertionError("the Trainer copies a batch and waits for the copies, or counts parameters")
+
+    for name in ("_prepare_input", "floating_point_ops"):
+        monkeypatch.setattr(Trainer, name, wait)
+    spec = make_spec(output, "ahead")
     assert train_spec(spec).status == "complete"
     assert curve(spec) == reference
 
