@@ -161,7 +161,7 @@ def test_a_gradient_that_leaves_terms_out_on_purpose_can_be_allowed():
         ("Random", "the second time"),
         ("Changing", "it changed row 0"),
         ("NeedsMore", "needs the column 'txt', but the data has 'text', 'list'; did you mean 'text'?"),
-        ("NoRole", "row 0: message 1: role is null"),
+        ("NoRole", "row 0: message 1 has no role"),
         ("Raises", "messages raised KeyError: 'nothing' for row 0, in line"),
     ],
 )

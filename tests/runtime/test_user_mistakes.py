@@ -99,7 +99,7 @@ DATA = {
     "texts-for-sft": ([{"text": "a"}], {}, r"objective\.type 'sft' needs prompts and completions.*set objective"),
     "number-for-text": ([ROW, {**ROW, "completion": 4}], {}, r"rows\.jsonl line 2: column 'completion' holds int 4"),
     "missing-value": ([ROW, {"prompt": "a"}], {}, r"rows\.jsonl line 2: there is no column 'completion', only"),
-    "role": ([{"messages": [{"content": "a"}]}], {}, r"line 1: message 1: role is null, not text"),
+    "role": ([{"messages": [{"content": "a"}]}], {}, r"line 1: message 1 has no role"),
     "no-messages": ([{"messages": []}], {}, r"line 1: column 'messages' holds no message"),
     "empty-answers": ([{**ROW, "completion": " "}], {}, r"nothing is left to train on; 1 samples read = 0 used"),
     "all-too-long": ([{**ROW, "prompt": "very " * 500}], {}, r"nothing is left to train on.*1 skipped \(lo"),

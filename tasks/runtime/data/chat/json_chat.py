@@ -22,6 +22,13 @@ _SPEAKERS = frozenset((*AUTHORS, "author", "speaker", "sender"))
 _BEGIN = re.compile(r"\s*(?:\[\s*\{|\{\s*\")")
 
 
+def role_name(value: Any) -> str | None:
+    """A role as a name of `data.roles`: numbers and booleans as JSON writes them. None for other values."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value) if isinstance(value, bool | int | float) else None
+
+
 def is_json_chat(value: Any, data: Data) -> bool:
     """Whether a value is a text that is the JSON of messages, or was cut off within it."""
     return _holds(value, data)[0]
@@ -58,7 +65,7 @@ def _parsed(
         found = json.loads(text)
     except (ValueError, RecursionError):
         return _begins_as_chat(text, (*authors, *texts)), ()
-    if isinstance(found, dict) and roles.isdisjoint(str(found.get(key)) for key in authors):
+    if isinstance(found, dict) and roles.isdisjoint(role_name(found.get(key)) for key in authors):
         # An answer such as {"from": "USD", "value": 3}.
         return False, ()
     objects = found if isinstance(found, list) else [found]
@@ -68,7 +75,7 @@ def _parsed(
         return True, ()
     # Other lists of objects, such as calls of functions, are texts.
     like_messages = any(
-        not _SPEAKERS.isdisjoint(each) or not roles.isdisjoint(map(str, each.values())) for each in objects
+        not _SPEAKERS.isdisjoint(each) or not roles.isdisjoint(map(role_name, each.values())) for each in objects
     )
     return False, tuple(dict.fromkeys(key for each in objects for key in each)) if like_messages else ()
 

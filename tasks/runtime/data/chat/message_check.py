@@ -27,6 +27,11 @@ Apply = Callable[[list[tuple[Messages, bool]], str, Tools | None], list[tuple[st
 """Renders chats, each with or without the generation prompt. Raises RowError when the template rejects them."""
 
 
+def names_role(source: str, role: str) -> bool:
+    """Whether the source of a template has the name of a role."""
+    return role in _ROLES or re.search(rf"""['"]{re.escape(role)}['"]""", source) is not None
+
+
 class MessageCheck:
     """The check of one template. source: its Jinja source."""
 
@@ -83,7 +88,7 @@ class MessageCheck:
             role = message["role"]
             if role in self._known_roles:
                 continue
-            if re.search(rf"""['"]{re.escape(role)}['"]""", self._source) is None:
+            if not names_role(self._source, role):
                 raise RowError(
                     f"{where}: message {number} has the role {role!r}, which the chat template does not name; map it "
                     "to another by data.roles, or set data.chat_template to a template that names it"

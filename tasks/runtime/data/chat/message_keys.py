@@ -1,4 +1,6 @@
-"""Keys of messages, and of `chat_template_kwargs`, that a chat template does not read: they are told, not refused."""
+"""What a chat template does not read: keys of messages and of `chat_template_kwargs`, which are told, not refused; and
+roles, which are refused.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec.sections.data import Data
-from tasks.runtime.data.chat.messages import REASONING, Messages
+from tasks.runtime.data.chat.json_chat import role_name
+from tasks.runtime.data.chat.message_check import names_role
+from tasks.runtime.data.chat.messages import REASONING, Messages, known_roles, roles_in
 from tasks.runtime.data.chat.row_chats import chats_in
 from tasks.runtime.data.chat.template_kwargs import template_kwargs_of
 from tasks.runtime.data.chat.template_renderer import TemplateLimit, chat_variables
@@ -45,7 +49,7 @@ def unread_keys(
                     read |= zip(open_keys, found, strict=True)
         except RowError:
             continue
-    return [f"{key!r} of {role!r}" for (key, role), is_read in read.items() if not is_read]
+    return [f"{data.message_keys.get(key, key)!r} of {role!r}" for (key, role), is_read in read.items() if not is_read]
 
 
 def unread_kwargs(row_format: Format, data: Data, rows: Sequence[Row]) -> list[str]:
@@ -68,6 +72,38 @@ def unread_kwargs(row_format: Format, data: Data, rows: Sequence[Row]) -> list[s
     except TemplateLimit:  # Rows that are rendered by it name it and what is wrong.
         return []
     return [name for name in found if name not in read]
+
+
+def unknown_roles(row_format: Format, columns: tuple[str, ...], data: Data, rows: Sequence[Row]) -> str:
+    """The error message of the roles in `rows` that neither `data.roles` nor the chat template knows; empty without."""
+    sources = [row_format.templates] if isinstance(row_format.templates, str) else (row_format.templates or {}).values()
+    known, seen = known_roles(data), set[str]()
+    # By name, how and where it is written first.
+    unknown: dict[str, str] = {}
+    for row in rows:
+        for where, key, value in roles_in(row, columns, data):
+            name = role_name(value)
+            if name is None:
+                continue
+            seen.add(known.get(name, name))
+            is_named = isinstance(value, str) and any(names_role(source, value) for source in sources)
+            if name not in known and not is_named:
+                unknown.setdefault(name, f"{where}: {key} is {value!r}")
+    if not unknown:
+        return ""
+    first, *others = unknown
+    more = f"; the first {len(rows)} rows also have {', '.join(map(repr, others))}" if others else ""
+    # An example, in turns of the roles that no message has yet.
+    free = [role for role in ("user", "assistant") if role not in seen] or ["user", "assistant"]
+    mapped: dict[str, list[str]] = {role: [*names] for role, names in data.roles.items()}
+    for number, name in enumerate(unknown):
+        mapped.setdefault(free[number % len(free)], []).append(name)
+    line = ", ".join(f"{role}: {names}" for role, names in mapped.items())
+    them = "them" if others else "it"
+    return (
+        f"{unknown[first]}, which neither data.roles nor the chat template knows{more}; map {them} by data.roles, such "
+        f"as {{{line}}}, or set data.chat_template to a template that names {them}"
+    )
 
 
 def _keys_of(messages: Messages) -> list[tuple[str, str]]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from strata_platform.spec.sections.data import Data, TrainOn
-from tasks.runtime.data.chat.json_chat import AUTHORS, ROLES, TEXTS, is_json_chat
-from tasks.runtime.data.chat.tools import called_functions, drop_nulls
+from tasks.runtime.data.chat.json_chat import AUTHORS, ROLES, TEXTS, is_json_chat, role_name
+from tasks.runtime.data.chat.tools import called_functions, drop_nulls, parsed_calls
 from tasks.runtime.data.formats.columns import HISTORY, INPUTS, system_columns
 from tasks.runtime.data.media.media_messages import join_parts, medium_of_part, require_no_media_keys, require_places
 from tasks.runtime.data.reading.rows import Row, RowError, describe_type, require_valid_unicode
@@ -29,6 +31,8 @@ _UNSUPPORTED = ("train_detail", "training_detail", "loss_scale", "loss_mask", "m
 _FLAGS = frozenset((*_LEARNED, *_UNSUPPORTED))
 # As in hh-rlhf: `\n\nHuman: Hello\n\nAssistant: Hi.`
 _TRANSCRIPT = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
+# LLaMA-Factory's reasoning before a call.
+_THOUGHT = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of the assistant's reasoning. A template that renders reasoning reads one of them."""
 
@@ -73,6 +77,24 @@ def answer_of(row: Row, column: str, data: Data) -> Messages:
     return messages_of(row, column, data, several=True)
 
 
+def roles_in(row: Row, columns: Iterable[str], data: Data) -> Iterator[tuple[str, str, Any]]:
+    """Of each message in some columns of a row: where it is, the key of its role in the data, and the role there.
+
+    Leaves out what `messages_of` cannot read.
+    """
+    for column in columns if isinstance(row.values, dict) else ():
+        value = row.values.get(column)
+        if is_json_chat(value, data):
+            with suppress(ValueError, RecursionError):
+                value = json.loads(value)
+        for number, message in enumerate(value if isinstance(value, list) else [value], start=1):
+            if isinstance(message, dict):
+                names = {_names(data).get(key, key): key for key in message if key not in data.ignore_columns}
+                author = next((names[key] for key in AUTHORS if key in names), None)
+                if author is not None:
+                    yield f"{row.where}: message {number}", author, message[author]
+
+
 def is_transcript(value: Any) -> bool:
     """Whether a value is a chat as in hh-rlhf: a text of turns that begin with `Human:` and `Assistant:`."""
     return isinstance(value, str) and _TRANSCRIPT.match(value) is not None and "\n\nAssistant:" in value
@@ -108,8 +130,41 @@ def _message(value: Any, where: str, data: Data) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RowError(f"{where} is {describe_type(value)}, not an object with role and content")
     given = {key: item for key, item in value.items() if item is not None and key not in data.ignore_columns}
-    renamed = _with_keys(given, where, data.message_keys)
-    held = {key: item for key, item in renamed.items() if (key, item) != ("tool_calls", [])}
+    renamed = _with_keys(given, where, _names(data))
+    try:
+        if renamed.keys().isdisjoint(AUTHORS):
+            held = ", ".join(map(repr, given)) or "nothing"
+            raise RowError(
+                f"{where} has no role; a message has role and content, this one {held}; data.message_keys maps other "
+                "keys to these"
+            )
+        return _read(renamed, where, data)
+    except RowError as error:
+        raise RowError(f"{error}{_read_as(str(error).removeprefix(where), value, data)}") from error
+
+
+def _names(data: Data) -> dict[str, str]:
+    """The keys of `data.message_keys` as the data has them, each with the one that it is read as."""
+    return {key: name for name, key in data.message_keys.items() if key != name}
+
+
+def _read_as(problem: str, message: dict[str, Any], data: Data) -> str:
+    """The end of an error message: the names that the keys in the problem have in the data, if they are others."""
+    keys = {**{key: key for key in (AUTHORS[1], TEXTS[1]) if key in message}, **_names(data)}
+    found = ""
+    for key, name in keys.items():
+        meant = AUTHORS[0] if name in AUTHORS else TEXTS[0] if name in TEXTS else name
+        for told in dict.fromkeys((name, meant)):
+            if told != key and re.search(rf"\b{re.escape(told)}(?: is| has|;|')", problem):
+                found += f"; the key {key!r} is read as {told}"
+    return found
+
+
+def _read(renamed: dict[str, Any], where: str, data: Data) -> dict[str, Any]:
+    """The checked message of the keys that are read. Raises RowError."""
+    if renamed.get("tool_calls"):
+        renamed["tool_calls"] = parsed_calls(renamed["tool_calls"], f"{where}: tool_calls")
+    held = {key: item for key, item in renamed.items() if key != "tool_calls" or item not in ("", [])}
     if _CALL in held:
         raise RowError(
             f"{where} has {_CALL!r}, a key that chat templates do not read; give the call as tool_calls, a list of "
@@ -125,8 +180,6 @@ def _checked(message: dict[str, Any], where: str) -> dict[str, Any]:
     if "tool_calls" in message:
         message["tool_calls"] = drop_nulls(message["tool_calls"])
         called_functions(message["tool_calls"], where)
-    if not isinstance(message.get("role"), str):
-        raise RowError(f"{where}: role is {describe_type(message.get('role'))}, not text{_other_keys(message)}")
     if not isinstance(message.get("content", "" if "tool_calls" in message else None), str):
         raise RowError(f"{where}: content is {describe_type(message.get('content'))}, not text{_other_parts(message)}")
     require_valid_unicode(message.get("content", ""), f"{where}: content")
@@ -135,9 +188,8 @@ def _checked(message: dict[str, Any], where: str) -> dict[str, Any]:
     return message
 
 
-def _with_keys(message: dict[str, Any], where: str, keys: dict[str, str]) -> dict[str, Any]:
+def _with_keys(message: dict[str, Any], where: str, names: dict[str, str]) -> dict[str, Any]:
     """Rename the keys of `data.message_keys`. Raises RowError for a message that has a key under both names."""
-    names = {key: name for name, key in keys.items() if key != name}
     for key, name in names.items():
         if key in message and name in message and name not in names:
             raise RowError(
@@ -149,34 +201,34 @@ def _with_keys(message: dict[str, Any], where: str, keys: dict[str, str]) -> dic
 
 def _with_role(message: dict[str, Any], where: str, data: Data) -> dict[str, Any]:
     """Convert `{"from": "human", "value": ...}` to `role` and `content`. Raises RowError for an unknown `from`."""
-    roles = {**ROLES, _CALL: _CALL, **{name: role for role, names in data.roles.items() for name in names}}
+    roles = known_roles(data)
     author, text = (next((key for key in keys if key in message), None) for keys in (AUTHORS, TEXTS))
-    if author is None:
-        return message
-    role = message[author]
-    known = isinstance(role, str) and role in roles
-    if text is None and not known:
-        return message
-    if known and roles[role] == _CALL and text is not None:
+    assert author is not None
+    role, given = role_name(message[author]), message[author]
+    if role in roles and roles[role] == _CALL and text is not None:
         others = {key: item for key, item in message.items() if key not in (author, text)}
-        return {"role": "assistant", "tool_calls": _calls(message[text], where), **others}
-    if author != "role" and not known:
+        return {"role": "assistant", **_calls(message[text], where), **others}
+    if role not in roles and (author != "role" or not isinstance(given, str)):
         raise RowError(
-            f"{where}: {author} is {role!r}; it may be {', '.join(map(repr, roles))}; map other names of roles by "
+            f"{where}: {author} is {given!r}; it may be {', '.join(map(repr, roles))}; map other names of roles by "
             "data.roles"
         )
     names = {author: "role", **({} if text is None else {text: "content"})}
     converted = {names.get(key, key): item for key, item in message.items()}
-    return {**converted, "role": roles[role]} if known else converted
+    return {**converted, "role": roles[role]} if role in roles else converted
 
 
-def _calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """Tool calls from LLaMA-Factory's JSON of a call, or of a list of them. Raises RowError."""
-    try:
-        found = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError) as error:
-        raise RowError(f"{where}: the function call is not valid JSON: {error}") from error
-    return [{"type": "function", "function": call} for call in (found if isinstance(found, list) else [found])]
+def known_roles(data: Data) -> dict[str, str]:
+    """The roles by their names in the data."""
+    return {**ROLES, _CALL: _CALL, **{name: role for role, names in data.roles.items() for name in names}}
+
+
+def _calls(value: Any, where: str) -> dict[str, Any]:
+    """Tool calls from LLaMA-Factory's JSON of a call, or of a list of them, after reasoning. Raises RowError."""
+    thought = _THOUGHT.match(value) if isinstance(value, str) else None
+    found = parsed_calls(value[thought.end() :] if thought else value, f"{where}: the function call")
+    calls = [{"type": "function", "function": call} for call in (found if isinstance(found, list) else [found])]
+    return {**({"content": thought[0].strip()} if thought else {}), "tool_calls": calls}
 
 
 def _with_text(message: dict[str, Any]) -> dict[str, Any]:
@@ -206,14 +258,6 @@ def _other_parts(message: dict[str, Any]) -> str:
     kind = other.get("type") if isinstance(other, dict) else None
     shown = f"type {kind!r}" if isinstance(kind, str) else describe_type(other)
     return f"; only parts of type 'text', images and audio are read, this one has {shown}"
-
-
-def _other_keys(message: dict[str, Any]) -> str:
-    """The end of the error message for a message without a role: the keys that it has."""
-    if "role" in message:
-        return ""
-    held = ", ".join(map(repr, message)) or "nothing"
-    return f"; a message has role and content, this one {held}; data.message_keys maps other keys to these"
 
 
 def _with_weight(message: dict[str, Any], where: str) -> dict[str, Any]:

@@ -53,6 +53,16 @@ def drop_nulls(value: Any) -> Any:
     return [drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
+def parsed_calls(calls: Any, what: str) -> Any:
+    """Calls of tools, parsed if they are JSON, as in tables. Raises RowError, which names them as `what`."""
+    if not isinstance(calls, str):
+        return calls
+    try:
+        return json.loads(calls)
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"{what} is not valid JSON: {error}; it begins {calls[:40]!r}") from error
+
+
 def called_functions(calls: Any, where: str) -> list[str]:
     """Names of the functions in a message's `tool_calls`. Raises RowError for a call without a name."""
     if not isinstance(calls, list):

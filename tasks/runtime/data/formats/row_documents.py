@@ -21,7 +21,7 @@ from tasks.runtime.data.formats.documents import Document, Segment
 from tasks.runtime.data.formats.preferences import text_answers
 from tasks.runtime.data.media.media_messages import media_in, without_media
 from tasks.runtime.data.media.row_media import Drawn, RowMedia
-from tasks.runtime.data.reading.rows import Row, RowError
+from tasks.runtime.data.reading.rows import Row, RowError, Skipped
 from tasks.runtime.extensions import TextSegment
 
 # From a chat and its row to what is drawn of it.
@@ -121,8 +121,13 @@ def chat_renderer(
 
 
 def chat_documents(chats: list[Messages], row: Row, render: Render, train_on: TrainOn) -> list[Document]:
-    """Chats, of which the turns that `train_on` names are learned."""
+    """Chats, of which the turns that `train_on` names are learned. Raises Skipped for a chat without any."""
     rendered = [drawn for chat in chats if _has_answer(chat, row, train_on) for drawn in render(chat, row)]
+    for chat in chats:
+        if not learned_messages(chat, train_on):
+            roles = dict.fromkeys(m["role"] + (" of weight 0" if m.get("weight") == 0 else "") for m in chat)
+            told = f"{row.where}: none of its messages carries loss; their roles are {', '.join(roles)}"
+            raise Skipped(told, "no_target")
     return [
         Document(tuple(drawn.segments), has_special_tokens=True, media=drawn.media)
         for drawn in rendered

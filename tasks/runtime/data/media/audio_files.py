@@ -23,9 +23,9 @@ import torch
 
 from strata_platform.spec.sections.data import SHORTEST_AUDIO, Data
 from tasks.runtime.data.media.kinds import AUDIO, MediaCounts
-from tasks.runtime.data.media.media_files import SkippedBySize, content_of
+from tasks.runtime.data.media.media_files import content_of
 from tasks.runtime.data.media.media_messages import describe_value
-from tasks.runtime.data.reading.rows import Row, RowError
+from tasks.runtime.data.reading.rows import Row, RowError, Skipped
 
 Samples = npt.NDArray[np.float32]
 
@@ -87,7 +87,7 @@ class AudioReader:
 
         Raises:
             RowError: the audio cannot be read, is damaged, or is shorter than 0.1 seconds.
-            SkippedBySize: it is shorter than `data.audio_min_seconds`, or longer than `data.audio_max_seconds` or than
+            Skipped: it is shorter than `data.audio_min_seconds`, or longer than `data.audio_max_seconds` or than
                 the model takes, and `data.overlong` is `skip`.
             ValueError: it is longer, and `data.overlong` is `error`; or its format needs a package.
         """
@@ -102,7 +102,7 @@ class AudioReader:
             raise RowError(f"{where}: {error}") from error
         has = f"{where} has {sound.seconds:.4g} seconds"
         if (least := self._data.audio_min_seconds) is not None and sound.seconds < least:
-            raise SkippedBySize(f"{has}, fewer than data.audio_min_seconds {least:g}", "audio_length")
+            raise Skipped(f"{has}, fewer than data.audio_min_seconds {least:g}", "audio_length")
         if sound.seconds < SHORTEST_AUDIO:
             raise RowError(f"{has}, fewer than {SHORTEST_AUDIO} that a model needs")
         if sound.seconds > self._most:
@@ -113,7 +113,7 @@ class AudioReader:
     def _cut(self, sound: Sound, too_long: str) -> tuple[bytes, Sound]:
         """The beginning of a sound that is too long, if `data.overlong` says so."""
         if self._data.overlong == "skip":
-            raise SkippedBySize(too_long, "audio_length")
+            raise Skipped(too_long, "audio_length")
         if self._data.overlong == "error":
             raise ValueError(f"{too_long}; shorten it, or set data.overlong to 'skip' or 'truncate'")
         self.counts.changed += 1

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from strata_platform.spec.sections.data import Data
 from tasks.runtime.data.media.kinds import IMAGE, MediaCounts
-from tasks.runtime.data.media.media_files import SkippedBySize, content_of
+from tasks.runtime.data.media.media_files import content_of
 from tasks.runtime.data.media.media_messages import describe_value
-from tasks.runtime.data.reading.rows import Row, RowError
+from tasks.runtime.data.reading.rows import Row, RowError, Skipped
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -35,7 +35,7 @@ class ImageReader:
 
         Raises:
             RowError: the image cannot be read, is damaged, or is larger than Pillow's limit for pictures.
-            SkippedBySize: it is smaller than `data.image_min_pixels`.
+            Skipped: it is smaller than `data.image_min_pixels`.
         """
         content = content_of(value, IMAGE, row, self._data)
         try:
@@ -44,7 +44,7 @@ class ImageReader:
             raise RowError(f"{row.where}: image {describe_value(value)}: {error}") from error
         pixels, least, most = picture.width * picture.height, self._data.image_min_pixels, self._data.image_max_pixels
         if least is not None and pixels < least:
-            raise SkippedBySize(
+            raise Skipped(
                 f"{row.where}: image {describe_value(value)} has {picture.width} x {picture.height} pixels, fewer than "
                 f"data.image_min_pixels {least:,}",
                 "image_size",

@@ -18,14 +18,6 @@ _LARGEST = 1 << 27
 _PROTOCOLS = ("file", "http", "https", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "hf")
 
 
-class SkippedBySize(RowError):
-    """An image or audio is outside of the limits of `data`, so that its row is skipped. reason: of `SKIP_REASONS`."""
-
-    def __init__(self, message: str, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
 def content_of(value: Any, medium: Medium, row: Row, data: Data) -> bytes:
     """The bytes of an image or audio. Raises RowError when it cannot be read."""
     # `datasets` keeps one as its bytes, or where these are.

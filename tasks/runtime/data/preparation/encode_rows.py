@@ -11,11 +11,10 @@ from strata_platform.spec import DataRecipe
 from tasks.runtime.data.formats.columns import PROMPTS
 from tasks.runtime.data.formats.documents import Document
 from tasks.runtime.data.formats.known_formats import Format
-from tasks.runtime.data.media.media_files import SkippedBySize
 from tasks.runtime.data.preparation.document_buffer import DocumentBuffer
 from tasks.runtime.data.preparation.encode import Encoded, Encoder, join, split_long, truncate
 from tasks.runtime.data.prepared_manifest import SKIP_REASONS
-from tasks.runtime.data.reading.rows import Row, RowError
+from tasks.runtime.data.reading.rows import Row, RowError, Skipped
 
 Report = Callable[[str], None]
 
@@ -38,7 +37,7 @@ def raise_unless_skipping(recipe: DataRecipe, error: RowError) -> None:
 
 @dataclass
 class Counts:
-    """Counts of the samples read, used and skipped."""
+    """Counts of the samples read, used and skipped; and by reason, the first one skipped, with what is wrong."""
 
     read: int = 0
     used: int = 0
@@ -46,6 +45,16 @@ class Counts:
     truncated: int = 0
     split_long: int = 0
     split_turns: int = 0
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def skip(self, reason: str, example: str) -> None:
+        """Count a sample as skipped."""
+        self.skipped[reason] += 1
+        self.examples.setdefault(reason, example)
+
+    def first_skipped(self) -> list[str]:
+        """For messages: the first sample skipped for each reason."""
+        return [f"first sample skipped, {SKIP_REASONS[name]}: {example}" for name, example in self.examples.items()]
 
     def __add__(self, other: Counts) -> Counts:
         """Both together."""
@@ -57,6 +66,7 @@ class Counts:
             self.truncated + other.truncated,
             self.split_long + other.split_long,
             self.split_turns + other.split_turns,
+            {**other.examples, **self.examples},
         )
 
     def __str__(self) -> str:
@@ -131,12 +141,12 @@ def _batches(
         counts.read += row.begins
         try:
             documents = row_format.documents(row)
-        except SkippedBySize as error:
-            counts.skipped[error.reason] += 1
+        except Skipped as error:
+            counts.skip(error.reason, str(error))
             continue
         except RowError as error:
             raise_unless_skipping(recipe, error)
-            counts.skipped["invalid"] += 1
+            counts.skip("invalid", str(error))
             continue
         batch.append((number, row, documents))
         characters += sum(len(segment.text) for document in documents for segment in document.segments)
@@ -168,8 +178,9 @@ def _encode(
         row = rows[0][1]
         if not (row.begins and row.ends):
             raise ValueError(f"{row.where}: {error}") from error
-        raise_unless_skipping(recipe, RowError(f"{row.where}: {error}"))
-        counts.skipped["invalid"] += 1
+        problem = RowError(f"{row.where}: {error}")
+        raise_unless_skipping(recipe, problem)
+        counts.skip("invalid", str(problem))
         return []
     return [(number, row, [next(encoded) for _ in documents]) for number, row, documents in rows]
 
@@ -218,7 +229,7 @@ def _fit_sample(
             learned = [document for document in (truncate(one, length) for one in learned) if document.targets.any()]
             counts.truncated += bool(learned)
     if not learned:
-        counts.skipped["no_target"] += 1
+        counts.skip("no_target", where)
     counts.split_turns += split_turns and bool(learned)
     return learned
 
@@ -239,7 +250,7 @@ def _fit_pair(recipe: DataRecipe, documents: list[Encoded], where: str, counts: 
     # Different answers may have the same tokens, at least up to the truncation. Such a pair has no gradient.
     equal = len({document.ids.tobytes() for document in documents}) < len(documents)
     if not documents or equal or not all(document.targets.any() for document in documents):
-        counts.skipped["no_target"] += 1
+        counts.skip("no_target", where)
         return []
     counts.truncated += longest > length
     return documents
@@ -252,7 +263,8 @@ def _fit_prompt(recipe: DataRecipe, documents: list[Encoded], where: str, counts
             _skip_overlong(recipe, where, document, counts)
             return []
         document.targets[-1:] = True
-    counts.skipped["no_target"] += not documents
+    if not documents:
+        counts.skip("no_target", where)
     return documents
 
 
@@ -263,10 +275,10 @@ def _can_truncate(document: Encoded, length: int) -> bool:
 
 def _skip_overlong(recipe: DataRecipe, where: str, longest: Encoded, counts: Counts) -> None:
     """Count a sample that is longer than a row as skipped. Raises ValueError when `data.overlong` is `error`."""
+    tokens = f"{'' if longest.complete else 'more than '}{len(longest)} tokens"
     if recipe.data.overlong == "error":
-        tokens = f"{'' if longest.complete else 'more than '}{len(longest)} tokens"
         raise ValueError(
             f"{where}: {tokens}, but data.sequence_length is {recipe.data.sequence_length}; raise it, or set "
             "data.overlong to 'skip' or 'truncate'"
         )
-    counts.skipped["overlong"] += 1
+    counts.skip("overlong", f"{where}: {tokens}")

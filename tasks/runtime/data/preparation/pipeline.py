@@ -298,7 +298,8 @@ def _write_manifest(
     whole = in_all(records)
     counts = whole.counts
     if not counts.used:
-        raise ValueError(f"data.source {plan.source!r}: nothing is left to train on; {counts}")
+        told = "; ".join([str(counts), *counts.first_skipped()])
+        raise ValueError(f"data.source {plan.source!r}: nothing is left to train on; {told}")
     versions = plan.versions
     if whole.media_read:
         medium = next(medium for medium in MEDIA if medium.name == whole.medium)
@@ -343,7 +344,8 @@ def _write_manifest(
     )
     assert manifest.samples_read == manifest.samples_used + sum(manifest.skipped.values())
     manifest.write(folder)
-    report(f"{plan.source}: {counts}")
+    for line in (str(counts), *counts.first_skipped()):
+        report(f"{plan.source}: {line}")
     for name, split in (("train", whole.train), ("validation", whole.validation)):
         if name == "validation" or not recipe.validation_only:
             report(_describe(name, split, manifest))

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from strata_platform.spec import DataRecipe
 from strata_platform.spec.sections.data import Data
 from tasks.runtime.data.chat.json_chat import forms_of_key
-from tasks.runtime.data.chat.message_keys import unread_keys, unread_kwargs
+from tasks.runtime.data.chat.message_keys import unknown_roles, unread_keys, unread_kwargs
 from tasks.runtime.data.chat.special_tokens import texts_in
 from tasks.runtime.data.chat.template_kwargs import COLUMN as TEMPLATE_KWARGS
 from tasks.runtime.data.chat.tools import COLUMN as TOOLS
@@ -154,6 +154,9 @@ def make_plan(
     if recipe.data.chat_template and row_format.templates is None:
         warnings.warn(f"data.chat_template has no effect on {source.name}, whose format is {name}", stacklevel=4)
     _report_mapping(recipe, source, name, columns, first)
+    if name in CHATS and (problem := unknown_roles(row_format, columns, recipe.data, first)):
+        raise_unless_skipping(recipe, RowError(problem))
+        warnings.warn(problem, stacklevel=4)
     if left := unread_keys(row_format, columns, tokenizer, recipe.data, first):
         report(f"keys of messages that the chat template does not read: {', '.join(left)}")
     if left := unread_kwargs(row_format, recipe.data, first):

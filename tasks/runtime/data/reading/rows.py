@@ -12,6 +12,14 @@ class RowError(ValueError):
     """A row cannot be used. `data.invalid` decides whether the preparation fails or counts it as skipped."""
 
 
+class Skipped(RowError):
+    """A row is skipped and counted, whatever `data.invalid` says. reason: of `SKIP_REASONS`."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 @dataclass(frozen=True)
 class Row:
     """One row of a source.

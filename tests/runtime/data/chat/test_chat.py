@@ -394,7 +394,7 @@ def test_a_template_that_does_not_exist(tokenizer: PreTrainedTokenizerFast) -> N
         ("hello", "column 'messages' holds str 'hello', not a list of messages"),
         ([], "column 'messages' holds no message"),
         (["hello"], "message 1 is str 'hello', not an object with role and content"),
-        ([{"content": "hello"}], "message 1: role is null, not text; a message has role and content, this one 'co"),
+        ([{"content": "hello"}], "message 1 has no role; a message has role and content, this one 'content'"),
         ([{"from": "narrator", "value": "4"}], "message 1: from is 'narrator'; it may be 'system', 'user', 'human'"),
         ([{"from": ["gpt"], "value": "4"}], "message 1: from is ['gpt']; it may be 'system'"),
         ([{"from": "function_call", "value": "{"}], "message 1: the function call is not valid JSON"),
@@ -403,7 +403,7 @@ def test_a_template_that_does_not_exist(tokenizer: PreTrainedTokenizerFast) -> N
             "message 1: tool_calls has dict {'type': 'function', 'function': 4}",
         ),
         ([{"from": "human", "value": 4}], "message 1: content is int 4, not text"),
-        ([{"role": None, "content": "hello"}], "message 1: role is null, not text"),
+        ([{"role": None, "content": "hello"}], "message 1 has no role"),
         ([TALK[0], {"role": "user", "content": None}], "message 2: content is null, not text"),
         ([{"role": "user", "content": [{"type": "text"}]}], "message 1: content is list"),
         (

@@ -13,6 +13,7 @@ import yaml
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import PreparedData, fingerprint, prepare
+from tasks.runtime.data.preparation import preparation_plan
 from tests.runtime.helpers.byte_tokenizer import save_byte_tokenizer
 
 # With tools, calls and reasoning. The marks show the assistant's turns to transformers; Strata renders without them.
@@ -192,47 +193,124 @@ def test_pairs_and_labelled_answers_are_mapped_too(prepared: Prepare) -> None:
 PROBLEMS: dict[str, tuple[list[dict[str, Any]], str, str]] = {
     "role": (
         [{"role": "buyer", "content": "Hi"}, TALK[2]], "",
-        "line 1: message 1 has the role 'buyer', which the chat template does not name; map it to another by "
+        "line 2: message 1 has the role 'buyer', which the chat template does not name; map it to another by "
         "data.roles",
     ),
     "mapped role": (
         [ASKED, {"speaker": "seller", "text": "4"}], MAPPED,
-        "line 1: message 2 has the role 'seller', .* map it to another by data.roles",
+        "line 2: message 2 has the role 'seller', .* map it to another by data.roles",
     ),
     "role of ShareGPT": (
         [{"from": "buyer", "value": "Hi"}], "{roles: {assistant: bot2}}",
-        "line 1: message 1: from is 'buyer'; it may be 'system', .*, 'bot2'; map other names of roles by data.roles",
+        "line 2: message 1: from is 'buyer'; it may be 'system', .*, 'bot2'; map other names of roles by data.roles",
     ),
     "keys": (
         [ASKED], "",
-        "line 1: message 1: role is null, not text; a message has role and content, this one 'speaker', 'text'; "
-        "data.message_keys maps other keys to these",
+        "line 2: message 1 has no role; a message has role and content, this one 'speaker', 'text'; data.message_keys "
+        "maps other keys to these",
     ),
     "text of ShareGPT": (
         [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": None}], "",
-        "line 1: message 2: content is null, not text",
+        "line 2: message 2: content is null, not text; the key 'value' is read as content",
+    ),
+    "another mapped key": (
+        [{"who": "customer", "text": "2 + 2?"}], MAPPED,
+        "line 2: message 1 has no role; .*, this one 'who', 'text'; .*; the key 'speaker' is read as role",
+    ),
+    "mapped text": (
+        [{**ASKED, "text": 4}], MAPPED,
+        "line 2: message 1: content is int 4, not text; the key 'text' is read as content",
+    ),
+    "mapped keys of ShareGPT": (
+        [{"speaker": "buyer", "text": "Hi"}], "{message_keys: {from: speaker, value: text}}",
+        "line 2: message 1: from is 'buyer'; .*; the key 'speaker' is read as from",
+    ),
+    "mapped weight": (
+        [TALK[1], {**TALK[2], "grade": 2}], "{message_keys: {weight: grade}}",
+        "line 2: message 2: weight is 2; .*; the key 'grade' is read as weight",
+    ),
+    "mapped calls": (
+        [TALK[1], {**TALK[2], "calls": "add()"}], "{message_keys: {tool_calls: calls}}",
+        "line 2: message 2: tool_calls is not valid JSON: .*; it begins 'add.*'; the key 'calls' is read as tool_calls",
+    ),
+    "number": (
+        [{"role": 0, "content": "Hi"}], "{roles: {user: ['1']}}",
+        "line 2: message 1: role is 0; it may be 'system', .*, '1'; map other names of roles by data.roles",
     ),
     "both": (
         [{**ASKED, "role": "clerk"}], MAPPED,
-        "line 1: message 1 has 'role' and 'speaker', and data.message_keys reads 'speaker' as 'role'; .*ignore_columns",
+        "line 2: message 1 has 'role' and 'speaker', and data.message_keys reads 'speaker' as 'role'; .*ignore_columns",
     ),
     "weight": (
         [TALK[1], {"role": "seller", "content": "4", "weight": 1}], "",
-        "line 1: message 2: weight is 1 and role is 'seller', .*; if 'seller' is another name of a role, map it by da",
+        "line 2: message 2: weight is 1 and role is 'seller', .*; if 'seller' is another name of a role, map it by da",
     ),
     "train": (
         [TALK[1], {"role": "seller", "content": "4", "train": True}], "",
-        "line 1: message 2: train is True and role is 'seller', .*; if 'seller' is another name of a role, map it by",
+        "line 2: message 2: train is True and role is 'seller', .*; if 'seller' is another name of a role, map it by",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("messages", "settings", "problem"), PROBLEMS.values(), ids=PROBLEMS)
+@pytest.mark.filterwarnings("ignore:data.message_keys. no message of the first")
 def test_unknown_keys_and_roles_name_the_row_and_the_field(
-    messages: list[dict[str, Any]], settings: str, problem: str, prepared: Prepare
+    messages: list[dict[str, Any]], settings: str, problem: str, prepared: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(preparation_plan, "_FORMAT_ROWS", 1)
+    keys = yaml.safe_load(settings or "{}").get("message_keys", {})
     with pytest.raises(ValueError, match=problem):
-        prepared([{"messages": messages}], settings)
+        prepared([{"messages": _as(keys, {}, TALK[1:])}, {"messages": messages}], settings)
+
+
+ROLES: dict[str, tuple[list[dict[str, Any]], str, str]] = {
+    "several": (
+        [{"messages": _as({}, {"user": "buyer", "assistant": "seller"})}, {"messages": [{**TALK[1], "role": "judge"}]}],
+        "",
+        "line 1: message 2: role is 'buyer', which neither data.roles nor the chat template knows; the first 2 rows "
+        "also have 'seller', 'judge'; map them by data.roles, such as {user: ['buyer', 'judge'], assistant: ['seller'",
+    ),
+    "one more": (
+        [{"messages": _as({}, {"user": "buyer", "assistant": "seller"})}], "{roles: {user: buyer}}",
+        "line 1: message 3: role is 'seller', .* knows; map it by data.roles, such as {user: ['buyer'], assistant: "
+        "['seller']}, or set data.chat_template to a template that names it",
+    ),
+    "mapped keys, as JSON": (
+        [{"messages": json.dumps([{"speaker": "buyer", "text": "Hi"}, ANSWERS[0]])}], MAPPED,
+        "line 1: message 1: speaker is 'buyer', .*, such as {assistant: ['bot'], user: ['customer', 'buyer']}",
+    ),
+    "numbers": (
+        [{"conversations": [{"from": 0, "value": "2 + 2?"}, {"from": 1, "value": "4"}]}], "",
+        "line 1: message 1: from is 0, .* also have '1'; .*, such as {user: ['0'], assistant: ['1']}",
+    ),
+    "booleans": (
+        [{"prompt": "2 + 2?", "completion": {"bot": True, "content": "4"}}], "{message_keys: {role: bot}}",
+        "line 1: message 1: bot is True, .*, such as {user: ['true']}",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "settings", "problem"), ROLES.values(), ids=ROLES)
+def test_all_unknown_roles_of_the_first_rows_are_told_at_once(
+    rows: list[dict[str, Any]], settings: str, problem: str, prepared: Prepare
+) -> None:
+    pattern = problem.replace("{", r"\{").replace("[", r"\[")
+    with pytest.raises(ValueError, match=pattern):
+        prepared(rows, settings)
+
+
+def test_unknown_roles_of_rows_that_are_skipped_are_warned_of(prepared: Prepare) -> None:
+    rows = [{"messages": [{**TALK[1], "role": "buyer"}, TALK[2]]}, {"messages": TALK}]
+    with pytest.warns(UserWarning, match=r"line 1: message 1: role is 'buyer', .*, such as \{user: \['buyer'"):
+        data = prepared(rows, "{invalid: skip}")
+    assert (data.manifest.samples_used, data.manifest.skipped["invalid"]) == (1, 1)
+
+
+def test_a_chat_without_a_message_that_carries_loss_is_told_with_its_roles(prepared: Prepare) -> None:
+    chat = [TALK[1], {**TALK[2], "role": "gpt", "weight": 0}, TALK[3], TALK[4]]
+    problem = "line 1: none of its messages carries loss; their roles are user, assistant of weight 0, tool$"
+    with pytest.raises(ValueError, match=problem):
+        prepared([{"messages": chat}], "{roles: {tool: [assistant]}}")
 
 
 @pytest.mark.parametrize("column", ["prompt", "chosen", "rejected", "completion"])
@@ -245,11 +323,46 @@ def test_an_error_names_the_column_if_there_are_several(column: str, prepared: P
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
-def test_an_answer_of_an_unknown_role_names_the_field(objective: str, prepared: Prepare) -> None:
-    turns = [TALK[1], {"role": "seller", "content": "4"}]
-    row = {"chosen": turns, "rejected": turns} if objective == "dpo" else {"messages": turns, "label": True}
-    with pytest.raises(ValueError, match=r"line 1: .* 'seller'.*; if 'seller' is another name of a role, map it by da"):
-        prepared([row], objective=objective)
+def test_an_answer_of_an_unknown_role_names_the_field(
+    objective: str, prepared: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparation_plan, "_FORMAT_ROWS", 1)
+    chats = [TALK[1], TALK[2]], [TALK[1], {"role": "seller", "content": "4"}]
+    rows = [{"chosen": c, "rejected": c} if objective == "dpo" else {"messages": c, "label": True} for c in chats]
+    with pytest.raises(ValueError, match=r"line 2: .* 'seller'.*; if 'seller' is another name of a role, map it by da"):
+        prepared(rows, objective=objective)
+
+
+def test_numbers_and_booleans_are_names_of_roles_as_json_writes_them(prepared: Prepare) -> None:
+    for names in ({"system": 2, "user": 0, "assistant": 1.5}, {"system": None, "user": False, "assistant": True}):
+        rows = [{"messages": [{"n": names[m["role"]], "content": m["content"]} for m in TALK[1:]]}]
+        settings = {role: json.dumps(name) for role, name in names.items()}
+        data = prepared(rows, f"{{message_keys: {{role: n}}, roles: {json.dumps(settings)}}}")
+        assert _rows(data) == [_rendered(data, TALK[1:])]
+
+
+THOUGHT = "<think>\nAdd them.\n</think>"
+
+
+@pytest.mark.parametrize("ends", ["", "\n\n"])
+def test_a_call_of_llama_factory_may_follow_reasoning(ends: str, prepared: Prepare) -> None:
+    """As its own converter reads it: the reasoning, then the call."""
+    call = json.dumps([CALL["function"]])
+    turns = [
+        ("human", "2 + 2?"),
+        ("function_call", f"{THOUGHT}{ends}{call}"),
+        ("observation", "4"),
+        ("gpt", "It is 4."),
+    ]
+    data = prepared([{"conversations": [{"from": name, "value": text} for name, text in turns]}])
+    calling = {"role": "assistant", "content": THOUGHT, "tool_calls": [CALL]}
+    assert _rows(data) == [_rendered(data, [CALLING[0], calling, *CALLING[2:]])]
+
+
+def test_tool_calls_may_be_json(prepared: Prepare) -> None:
+    chat = [dict(message) for message in CALLING]
+    data = prepared([{"messages": [{**m, "tool_calls": json.dumps(m.get("tool_calls", []))} for m in chat]}])
+    assert _rows(data) == [_rendered(data, CALLING)]
 
 
 def test_an_earlier_turn_of_a_mapped_role_can_be_excluded(prepared: Prepare) -> None:

@@ -189,11 +189,12 @@ def test_rows_whose_calls_are_left_out_can_be_skipped(tmp_path):
         ({"tools": "hammer, saw"}, "column 'tools' is not valid JSON: Expecting value"),
         ({"tools": '{"name": "f"}'}, "column 'tools' holds str .*, not a list of objects .* rename the column"),
         ({"tools": ["hammer"]}, r"column 'tools' holds list \['hammer'\], not a list of objects"),
-        ({"messages": [{"role": "assistant", "tool_calls": "f()"}]}, "message 1: tool_calls is str 'f()', not a list"),
+        ({"messages": [{"role": "assistant", "tool_calls": "f()"}]}, "message 1: tool_calls is not valid JSON"),
+        ({"messages": [{"role": "assistant", "tool_calls": '"f"'}]}, "message 1: tool_calls is str 'f', not a list"),
         ({"messages": [{"role": "assistant", "tool_calls": ["f"]}]}, "message 1: tool_calls has str 'f', which names"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "message 1: tool_calls has dict"),
     ],
-    ids=["text", "object", "names", "call-text", "call-names", "nameless"],
+    ids=["text", "object", "names", "call-text", "call-json", "call-names", "nameless"],
 )
 def test_tools_and_calls_of_the_wrong_type(tokenizer, change, problem):
     with pytest.raises(RowError, match="row 1: " + problem.replace("f()", r"f\(\)")):

@@ -11,8 +11,7 @@ import soundfile
 from strata_platform.spec.sections.data import Data
 from tasks.runtime.data.media import audio_files
 from tasks.runtime.data.media.audio_files import AudioReader, Sound, open_sound, resample, wav_of
-from tasks.runtime.data.media.media_files import SkippedBySize
-from tasks.runtime.data.reading.rows import Row, RowError
+from tasks.runtime.data.reading.rows import Row, RowError, Skipped
 
 ROW = Row("rows.jsonl line 7", {}, folder="")
 
@@ -146,7 +145,7 @@ def test_an_audio_that_is_too_long_is_skipped_or_cut_or_an_error(limits):
     """By `data.overlong`; what is cut holds the beginning, exactly."""
     content = pcm(sine(440, 8000))
     says = "data.audio_max_seconds 0.5" if "audio_max_seconds" in limits else "the 0.5 that the model's processor takes"
-    with pytest.raises(SkippedBySize, match=f"has 1 seconds, more than {says}") as skipped:
+    with pytest.raises(Skipped, match=f"has 1 seconds, more than {says}") as skipped:
         reader(**limits).read(content, ROW)
     assert skipped.value.reason == "audio_length"
     with pytest.raises(ValueError, match=r"set data\.overlong to 'skip' or 'truncate'") as refused:
@@ -162,6 +161,6 @@ def test_an_audio_that_is_too_long_is_skipped_or_cut_or_an_error(limits):
 
 
 def test_a_short_audio_skips_its_row():
-    with pytest.raises(SkippedBySize, match=r"has 0.3 seconds, fewer than data.audio_min_seconds 0.31"):
+    with pytest.raises(Skipped, match=r"has 0.3 seconds, fewer than data.audio_min_seconds 0.31"):
         reader(audio_min_seconds=0.31).read(pcm(sine(440, 8000, 0.3)), ROW)
     reader(audio_min_seconds=0.3).read(pcm(sine(440, 8000, 0.3)), ROW)

@@ -13,8 +13,7 @@ from PIL import Image
 from strata_platform.spec.sections.data import Data
 from tasks.runtime.data.media import media_files
 from tasks.runtime.data.media.image_files import ImageReader, open_picture, png_of
-from tasks.runtime.data.media.media_files import SkippedBySize
-from tasks.runtime.data.reading.rows import Row, RowError
+from tasks.runtime.data.reading.rows import Row, RowError, Skipped
 
 RED = Image.new("RGB", (8, 6), (255, 0, 0))
 
@@ -154,7 +153,7 @@ def test_a_large_image_is_made_smaller_and_counted():
 
 
 def test_a_small_image_skips_its_row():
-    with pytest.raises(SkippedBySize, match=r"8 x 6 pixels, fewer than data.image_min_pixels 49"):
+    with pytest.raises(Skipped, match=r"8 x 6 pixels, fewer than data.image_min_pixels 49"):
         reader(image_min_pixels=49).read(png_of(RED), row())
     reader(image_min_pixels=48).read(png_of(RED), row())
 

@@ -231,6 +231,12 @@ def test_every_sample_is_accounted_for(prepared: Prepare, lines: list[str]) -> N
         "15 samples read = 10 used + 3 skipped (not readable or of the wrong type) + "
         "1 skipped (without a token that carries loss) + 1 skipped (longer than a row)"
     )
+    told = [line.partition("first sample skipped, ")[2].replace(manifest.source, "rows") for line in lines]
+    assert [line for line in told if line] == [
+        "not readable or of the wrong type: rows line 11: column 'completion' holds int 5, not text",
+        "without a token that carries loss: rows line 13",
+        "longer than a row: rows line 14: 205 tokens",
+    ]
 
 
 @pytest.mark.parametrize(
