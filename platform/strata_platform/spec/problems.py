@@ -7,6 +7,7 @@ validates again until the rest is valid. Then it checks contradictions among the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -135,10 +136,19 @@ def _findings(model: type[BaseModel], error: ValidationError) -> list[_Finding]:
     for item in error.errors(include_url=False):
         location = _locate(model, item)
         finding = _FINDERS.get(item["type"], _wrong_value)(model, item, location)
+        if key := _key_without_space(item):
+            message = f"{key!r} is one key; YAML needs a space after a colon: {{{key.replace(':', ': ', 1)}}}"
+            finding = replace(finding, problem=Problem(location.path, message, allowed=location.wanted or None))
         # An item cannot be taken out of a list: those after it would move up.
         keys = finding.keys[:-1] if finding.keys and finding.keys[-1].startswith("[") else finding.keys
         found.setdefault(finding.problem.path, replace(finding, keys=keys))
     return list(found.values())
+
+
+def _key_without_space(item: ErrorDetails) -> str | None:
+    """The key that YAML reads in `{a:b}`, where there is one: its value is null."""
+    keys = (key for key in item["loc"] if isinstance(key, str) and re.fullmatch(r"[A-Za-z_]\w*:\S+", key))
+    return next((key for key in keys if item["input"] in (None, key)), None)
 
 
 def _locate(model: type[BaseModel], item: ErrorDetails) -> _Location:
@@ -181,14 +191,26 @@ def _wrong_value(model: type[BaseModel], item: ErrorDetails, location: _Location
     if item["type"] == "string_type" and not isinstance(given, list | tuple | dict | None):
         message = "not text, put it in quotes"
     suggestion = _other_value(location.keys, given) or closest_match(given, location.options)
+    if location.path in PER_EPOCH and isinstance(given, float) and 0 < given < 1:
+        times = round(1 / given)
+        suggestion = f"{PER_EPOCH[location.path]}: {times}"
+        message = f"{message}: {given:g} of an epoch is {times} per epoch, {_share(given)}"
     return _Finding(Problem(location.path, message, format_value(given), location.wanted, suggestion), location.keys)
+
+
+def _share(given: float) -> str:
+    """What to give per epoch for a share of all steps."""
+    return f"{given:g} of all steps is {round(1 / given)} / training.epochs per epoch"
 
 
 def _other_value(keys: tuple[str, ...], given: Any) -> str | None:
     """What others call `given` in the field that `keys` lead to. Sources have the fields of `data`."""
     if not isinstance(given, str | int):
         return None
-    return OTHER_VALUES.get(f"{keys[0]}.{keys[-1]}", {}).get(str(given).lower().removeprefix("torch."))
+    path = f"{keys[0]}.{keys[-1]}"
+    if given == "epoch" and path in PER_EPOCH:
+        return f"{PER_EPOCH[path]}: 1"
+    return OTHER_VALUES.get(path, {}).get(str(given).lower().removeprefix("torch."))
 
 
 def _unknown_field(model: type[BaseModel], item: ErrorDetails, location: _Location) -> _Finding:
@@ -202,6 +224,8 @@ def _unknown_field(model: type[BaseModel], item: ErrorDetails, location: _Locati
         message = f"no such field here; {name!r} stands at the top of the spec"
     elif suggestion is None and (suggestion := _other_name(location, item["input"])) is None and name in NO_FIELDS:
         message = f"{message}; {NO_FIELDS[name]}"
+    elif suggestion in PER_EPOCH.values() and isinstance(item["input"], float):
+        message = f"{message}; {_share(item['input'])}"
     elif suggestion is None:
         closest, elsewhere = closest_match(name, fields), _elsewhere(model, name)
         # `alpha` in an adapter is `lora_alpha`, but `packing` at the top is not `tracking`.
@@ -229,9 +253,11 @@ def _other_name(location: _Location, given: Any) -> str | None:
     meant = OTHER_NAMES.get(name)
     if meant is None:
         return None
-    if given == "epoch" or (isinstance(given, float) and given < 1):
-        meant = PER_EPOCH.get(meant, meant)
     section, *field = meant.split(".")
+    if isinstance(given, float) and 0 < given < 1:
+        meant = PER_EPOCH.get(meant, meant)
+    elif given == "epoch" and meant in PER_EPOCH:
+        meant = f"{PER_EPOCH[meant]}: 1"
     return meant if [section] != above or field[0] in location.owner.model_fields else None
 
 

@@ -54,19 +54,34 @@ def test_a_name_of_another_trainer_leads_to_the_field_from_its_section_and_from_
 @pytest.mark.parametrize(
     ("name", "value", "meant"),
     [
-        ("save_strategy", "epoch", "checkpoint.per_epoch"),
+        ("save_strategy", "epoch", "checkpoint.per_epoch: 1"),
         ("save_strategy", "steps", "checkpoint.every"),
-        ("eval_strategy", "epoch", "evaluation.per_epoch"),
-        ("save_steps", 0.1, "checkpoint.per_epoch"),
+        ("eval_strategy", "epoch", "evaluation.per_epoch: 1"),
         ("save_steps", 500, "checkpoint.every"),
-        ("eval_steps", 0.1, "evaluation.per_epoch"),
         ("evals_per_epoch", 4, "evaluation.per_epoch"),
         ("saves_per_epoch", 1, "checkpoint.per_epoch"),
     ],
 )
-def test_an_interval_in_epochs_or_as_a_share_leads_to_the_field_in_epochs(name, value, meant):
+def test_an_interval_in_epochs_leads_to_the_field_in_epochs(name, value, meant):
     with pytest.raises(SpecError, match=rf"{name}: no such field; did you mean '{re.escape(meant)}'"):
         RunSpec.model_validate({name: value})
+
+
+@pytest.mark.parametrize(("name", "section"), [("save_steps", "checkpoint"), ("eval_steps", "evaluation")])
+def test_a_share_of_steps_leads_to_the_field_in_epochs_with_its_value(name, section):
+    problem = rf"{name}: no such field; 0\.1 of all steps is 10 / training\.epochs per epoch; .* '{section}\.per_epoch'"
+    with pytest.raises(SpecError, match=problem):
+        RunSpec.model_validate({name: 0.1})
+    problem = (
+        rf"{section}\.every: not a valid value: 0\.25 of an epoch is 4 per epoch, 0\.25 of all steps is 4 / training"
+        rf"\.epochs per epoch; given: 0\.25; did you mean '{section}\.per_epoch: 4'"
+    )
+    with pytest.raises(SpecError, match=problem):
+        RunSpec.model_validate({section: {"every": 0.25}})
+    with pytest.raises(SpecError, match=rf"given: 'epoch'; did you mean '{section}\.per_epoch: 1'"):
+        RunSpec.model_validate({section: {"every": "epoch"}})
+    with pytest.raises(SpecError, match=r"not a valid value; given: 2\.5; allowed"):
+        RunSpec.model_validate({section: {"every": 2.5}})
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,11 @@ from tasks.runtime.data.chat.tools import drop_nulls
 from tasks.runtime.data.reading.rows import Row, RowError, describe_type
 
 COLUMN = "chat_template_kwargs"
-_INSTEAD = {TOOLS: f"give them in a column {TOOLS!r}", "chat_template": "set data.chat_template"}
+_INSTEAD = {
+    TOOLS: f"give them in a column {TOOLS!r}",
+    "chat_template": "set data.chat_template",
+    "add_generation_prompt": "leave it out: a prompt is rendered with it, and a whole chat without",
+}
 
 
 def template_kwargs_of(row: Row, data: Data) -> dict[str, Any]:

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from strata_platform.errors import SpecError
@@ -83,3 +85,20 @@ def test_errors_name_the_override(override, expected):
 def test_problems_of_the_file_come_first():
     found = problems_of("sed: 1\nnaem: a", "optimizer.lr=-1", "foo")
     assert [problem.split()[0] for problem in found] == ["sed", "naem", "--set", "optimizer.lr"]
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("data.message_keys={role:by}", "'role:by' is one key; YAML needs a space after a colon: {role: by}"),
+        ("data.roles={user:buyer}", "'user:buyer' is one key; YAML needs a space after a colon: {user: buyer}"),
+        (
+            "optimizer={lr:1e-5}",
+            "optimizer.lr:1e-5: 'lr:1e-5' is one key; YAML needs a space after a colon: {lr: 1e-5}",
+        ),
+    ],
+)
+def test_a_mapping_without_a_space_after_its_colon_shows_the_right_form(override, problem):
+    with pytest.raises(SpecError, match=re.escape(problem)):
+        load_spec("{}", [override])
+    assert load_spec("{}", [override.replace(":", ": ")])

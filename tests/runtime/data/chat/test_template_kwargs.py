@@ -150,7 +150,7 @@ def test_what_the_template_does_not_read_is_told(prepared: Prepare, lines: list[
         ("{", "is not valid JSON"),
         ({"tools": []}, "has 'tools'; give them in a column 'tools'"),
         ({"chat_template": "{{ 1 }}"}, "has 'chat_template'; set data.chat_template"),
-        ({"add_generation_prompt": True}, "has 'add_generation_prompt'; leave it out, because templates do not read"),
+        ({"add_generation_prompt": True}, "has 'add_generation_prompt'; leave it out: a prompt is rendered with it"),
         ({"messages": []}, "has 'messages'; leave it out"),
     ],
     ids=["list", "cut", "tools", "template", "argument", "messages"],
