@@ -10,6 +10,8 @@ from __future__ import annotations
 OTHER_NAMES = {
     "base_model": "model.name",
     "model_name_or_path": "model.name",
+    "train_from_scratch": "model.init",
+    "reinit_weights": "model.init",
     "model_revision": "model.revision",
     "revision_of_model": "model.revision",
     "tokenizer_config": "model.tokenizer",

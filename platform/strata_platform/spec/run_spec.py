@@ -35,7 +35,7 @@ from strata_platform.spec.sections.fields import (
     number,
 )
 from strata_platform.spec.sections.kernels import Kernels
-from strata_platform.spec.sections.model import PRESETS, SCORE, Head, Lora, Model, NoAdapter
+from strata_platform.spec.sections.model import SCORE, Head, Lora, Model, NoAdapter
 from strata_platform.spec.sections.objectives import (
     PREFERENCES,
     PROMPTED,
@@ -344,7 +344,7 @@ class RunSpec(Section):
             scale *= 0.1
         if self.adapter.type != "none":
             return 2e-4 * scale
-        return (2e-3 if self.model.name in PRESETS else 2e-5) * scale
+        return (2e-3 if self.model.from_scratch else 2e-5) * scale
 
     @property
     def fused_loss(self) -> bool:

@@ -147,11 +147,12 @@ def model_card(
     The card is public: it names local files and folders without their path. `config`: of the model. `parameters`: those
     of the exported model, by default those of training.
     """
-    base = (
-        "trained from scratch"
-        if spec.model.name in PRESETS
-        else f"fine-tuned from `{_without_folder(spec.model.name)}`"
-    )
+    base = f"fine-tuned from `{_without_folder(spec.model.name)}`"
+    if spec.model.from_scratch:
+        shape = (
+            "" if spec.model.name in PRESETS else f", with the configuration of `{_without_folder(spec.model.name)}`"
+        )
+        base = f"trained from scratch{shape}"
     if spec.model.revision is not None:
         base += f" at `{spec.model.revision}`"
     if isinstance(spec.adapter, Lora):
@@ -198,7 +199,7 @@ def _without_folder(name: str) -> str:
 def _origin(model: Model) -> dict[str, Any]:
     """Base model and license for the Hub. The license is that of the base model."""
     name, folder = model.name, Path(model.name)
-    if name in PRESETS:
+    if model.from_scratch:
         return {}
     is_local = folder.is_dir()
     origin = {} if is_local else {"base_model": name}

@@ -1,9 +1,10 @@
-"""Build the model of a spec: a preset with random weights, or a pretrained model from the Hub or a folder."""
+"""Build the model of a spec: with random weights, or a pretrained model from the Hub or a folder."""
 
 from __future__ import annotations
 
 import inspect
 import logging
+import re
 from copy import deepcopy
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from tasks.runtime.data import PreparedData
 from tasks.runtime.models.attention.attention_choice import choose_attention
 from tasks.runtime.models.attention.recurrent_layers import isolate_sequences
 from tasks.runtime.models.attention.sequence_masks import mask_sequences
-from tasks.runtime.models.config import PRESETS, attention_of, load_config, model_dtype
+from tasks.runtime.models.config import attention_of, load_config, model_dtype
 from tasks.runtime.models.media.cross_attention import attend_to_own_images
 from tasks.runtime.models.media.image_masks import mask_images
 from tasks.runtime.models.media.multimodal import beyond_text
@@ -58,7 +59,7 @@ def build_model(
 
     Args:
         settings: the spec's `model`.
-        seed: the spec's `seed`. A preset gets random weights from it, the same on every machine.
+        seed: the spec's `seed`. Random weights are drawn from it, the same on every machine.
         weights: a folder in Hugging Face format, whose weights replace those of `model.name`.
         dtype: of the weights; by default that of the spec.
 
@@ -67,19 +68,11 @@ def build_model(
         Unreachable: the Hub does not answer.
     """
     dtype = dtype or model_dtype(settings)
-    source = weights or settings.name
-    if source in PRESETS:
-        torch.manual_seed(seed)
-        # Initialize in fp32 and round, so that every dtype starts from the same weights. Only parameters are rounded:
-        # buffers, such as the frequencies of rotary embeddings, keep the dtype that the model gives them.
-        config = load_config(settings)
-        model = class_of(settings.head, config).from_config(config, attn_implementation=attention_of(settings))
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype)
-        model.config.dtype = dtype
+    if settings.from_scratch and not weights:
+        model = _random_model(settings, seed, dtype)
     else:
         model = load_pretrained(
-            source,
+            weights or settings.name,
             head=settings.head,
             seed=seed,
             revision=None if weights else settings.revision,
@@ -96,6 +89,25 @@ def build_model(
     model.config.architectures = [type(model).__name__]
     share_loss(model)
     support_packed_rows(model)
+    return model
+
+
+def _random_model(settings: Model, seed: int, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of `from_config`, which initializes every weight as its family does; some stay in fp32."""
+    config = load_config(settings)
+    torch.manual_seed(seed)
+    # Initialize in fp32 and round, so that every dtype starts from the same weights. Only parameters are rounded:
+    # buffers, such as the frequencies of rotary embeddings, keep the dtype that the model gives them.
+    model: PreTrainedModel = class_of(settings.head, config).from_config(
+        config, dtype=torch.float32, attn_implementation=attention_of(settings)
+    )
+    exact = tuple(model._keep_in_fp32_modules_strict or ())
+    for name, parameter in model.named_parameters():
+        if not any(re.search(pattern, name) for pattern in exact):
+            parameter.data = parameter.data.to(dtype)
+    for part in (model.config, *(getattr(model.config, name, None) for name in model.config.sub_configs)):
+        if part is not None:
+            part.dtype = dtype
     return model
 
 
@@ -235,9 +247,10 @@ def require_embeddings(model: Model, data: PreparedData) -> None:
         embedded = max(embedded, build_model_on_meta(model).get_input_embeddings().weight.shape[0])
     others = {number: token for token, number in tokenizer.get_vocab().items() if number >= embedded}
     if others.keys() - tokenizer.added_tokens_decoder.keys():
+        way = f", or a config.json with a vocab_size of at least {len(tokenizer)}" if model.from_scratch else ""
         raise ValueError(
             f"model.tokenizer has {len(tokenizer)} tokens but model.name {name!r} embeds {embedded}; use the model's "
-            "own tokenizer"
+            f"own tokenizer{way}"
         )
     largest = data.manifest.largest_token_id
     if largest in others:

@@ -76,6 +76,9 @@ def load_config(model: Model) -> PretrainedConfig:
     config = deepcopy(_read_config(model.name, model.revision, file.stat().st_mtime_ns if file.is_file() else None))
     for name, value in options_of(model.head).items():
         setattr(config, name, value)
+    if model.from_scratch and hasattr(config, "quantization_config"):
+        # It describes weights that are not read.
+        del config.quantization_config
     if model.add_special_tokens:
         text = config.get_text_config()
         text.vocab_size = max(text.vocab_size, _vocabulary_size(model))

@@ -145,7 +145,9 @@ def require_complete_weights(model: Model, objective: Objective) -> None:
 
     Checks `model.name`, `objective.teacher` and reward models. Models on the Hub are checked when they are loaded.
     """
-    folders: dict[str, tuple[str | None, dict[str, Any]]] = {"model.name": (model.name, {"head": model.head})}
+    folders: dict[str, tuple[str | None, dict[str, Any]]] = {}
+    if not model.from_scratch:
+        folders["model.name"] = model.name, {"head": model.head}
     if isinstance(objective, Distill):
         folders["objective.teacher"] = objective.teacher, {}
     if isinstance(objective, Grpo):

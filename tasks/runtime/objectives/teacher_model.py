@@ -53,7 +53,12 @@ class Teacher:
         assert isinstance(settings, Settings) and settings.teacher is not None
         self.name, self._spec = settings.teacher, spec
         # The student's code is not the teacher's.
-        named = {"name": self.name, "revision": settings.teacher_revision, "trust_remote_code": False}
+        named = {
+            "name": self.name,
+            "init": "pretrained",
+            "revision": settings.teacher_revision,
+            "trust_remote_code": False,
+        }
         # The spec of a run whose model is the teacher.
         self._own = spec.model_copy(update={"model": spec.model.model_copy(update=named)})
         self.model: nn.Module | None = None

@@ -1,7 +1,8 @@
 """The subject of a verification: the user's spec, reduced to minutes of work, with its model and a sample of its data.
 
-The model keeps its configuration and the weights of its first layers; only the other layers are removed. The sample is
-prepared by the same code as a run's data. Everything that checks write is in one folder, which is removed at the end.
+The model keeps its configuration and, unless it is trained from scratch, the weights of its first layers; only the
+other layers are removed. The sample is prepared by the same code as a run's data. Everything that checks write is in
+one folder, which is removed at the end.
 """
 
 from __future__ import annotations
@@ -157,7 +158,9 @@ def make_subject(asked: RunSpec, folder: Path, *, layers: int) -> Subject:
     spec, kept = _cut_model(spec, folder / "model", layers)
     if isinstance(spec.objective, Distill) and spec.objective.teacher is not None:
         name, revision = spec.objective.teacher, spec.objective.teacher_revision
-        teacher = changed(spec, {"model": {"name": name, "revision": revision, "tokenizer": None}})
+        teacher = changed(
+            spec, {"model": {"name": name, "init": "pretrained", "revision": revision, "tokenizer": None}}
+        )
         teacher, _ = _cut_model(teacher, folder / "teacher", layers)
         cut = {"teacher": teacher.model.name, "teacher_revision": teacher.model.revision}
         spec = changed(spec, {"objective": spec.objective.model_dump() | cut})
@@ -200,16 +203,17 @@ def _cut_model(spec: RunSpec, folder: Path, layers: int) -> tuple[RunSpec, tuple
     for name in ("layer_types", "mlp_layer_types", "no_rope_layers"):
         if isinstance(getattr(text, name, None), list):
             setattr(text, name, getattr(text, name)[:kept])
-    # The layers that were cut off are extra tensors.
-    model = load_pretrained(
-        spec.model.name,
-        allow_extra=True,
-        revision=spec.model.revision,
-        config=config,
-        dtype=model_dtype(spec.model),
-    )
-    model.save_pretrained(folder)
-    del model
+    if spec.model.from_scratch:
+        config.save_pretrained(folder)
+    else:
+        # The layers that were cut off are extra tensors.
+        load_pretrained(
+            spec.model.name,
+            allow_extra=True,
+            revision=spec.model.revision,
+            config=config,
+            dtype=model_dtype(spec.model),
+        ).save_pretrained(folder)
     if spec.model.tokenizer is None:
         read_tokenizer(spec.model.name, spec.model.revision, field="model.name").save_pretrained(str(folder))
     # The folder has a copy of the code, if the model brings some.

@@ -32,6 +32,7 @@ def test_default_is_a_complete_run():
 def test_the_peak_learning_rate_is_that_of_the_kind_of_model():
     assert RunSpec().peak_lr == 2e-3
     assert RunSpec(model={"name": "Qwen/Qwen3-0.6B"}).peak_lr == 2e-5
+    assert RunSpec(model={"name": "Qwen/Qwen3-0.6B", "init": "random"}).peak_lr == 2e-3
     assert RunSpec(model={"name": "Qwen/Qwen3-0.6B"}, adapter={"type": "lora"}).peak_lr == 2e-4
     assert RunSpec(optimizer={"lr": 1e-4}).peak_lr == 1e-4
     for objective in ("dpo", "kto", "orpo", "simpo", "cpo"):
@@ -428,6 +429,7 @@ def test_a_long_value_is_shortened():
             "data.sources[1].validation_fraction",
         ),
         ({"adapter": {"type": "lora"}}, "adapter.type", "set model.name to a Hub id"),
+        ({"adapter": {"type": "lora"}, "model": {"name": "a/b", "init": "random"}}, "adapter.type", "model.init"),
         (
             {"training": {"gradient_checkpointing_every": 4}},
             "training.gradient_checkpointing_every",

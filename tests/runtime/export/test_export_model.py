@@ -68,6 +68,13 @@ def test_the_card_names_no_folder_of_the_machine(tmp_path):
     assert str(tmp_path) not in card and "base_model" not in card and "license" not in card
 
 
+def test_the_card_of_a_model_from_scratch_names_its_configuration_and_no_licence(tmp_path):
+    spec = RunSpec.model_validate({"model": {"name": str(tmp_path), "init": "random"}, "data": {"source": "b/c"}})
+    card = model_card(spec, RECORD, LlamaConfig())
+    assert f"trained from scratch, with the configuration of `{tmp_path.name}` on `b/c`" in card
+    assert "base_model" not in card and "license" not in card
+
+
 def test_the_card_says_what_the_model_was_made_from_and_its_licence(tmp_path, monkeypatch):
     (tmp_path / "README.md").write_text(
         "---\nlicense: other\nlicense_name: theirs\nlicense_link: LICENSE\ntags: [x]\n---\n# A model\n"

@@ -2,6 +2,7 @@
 
 import json
 import os
+from copy import deepcopy
 from typing import get_args
 
 import pytest
@@ -24,6 +25,7 @@ from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.sections.kernels import Kernels
 from strata_platform.spec.sections.model import PRESETS as NAMES
 from strata_platform.spec.sections.model import Model
+from strata_platform.spec.sections.objectives import Pretrain
 from tasks.runtime.checkpoint import latest
 from tasks.runtime.checkpoint.state import dtypes_of, set_dtypes
 from tasks.runtime.checkpoint.writer import CheckpointWriter
@@ -42,6 +44,7 @@ from tasks.runtime.models.build import (
     set_special_tokens,
 )
 from tasks.runtime.models.config import PRESETS, load_config
+from tasks.runtime.models.pretrained import require_complete_weights
 from tasks.runtime.optim.optimizer import build_optimizer
 from tasks.runtime.process.ranks import Processes
 
@@ -60,6 +63,49 @@ def test_a_preset_starts_from_the_seed():
     pairs = zip(first.parameters(), again.parameters(), strict=True)
     assert all(torch.equal(one, two) for one, two in pairs)
     assert not torch.equal(first.model.embed_tokens.weight, other.model.embed_tokens.weight)
+
+
+GPT2 = GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=3, n_head=2, bos_token_id=0, eos_token_id=0)
+DEEPSEEK = AutoConfig.for_model(
+    "deepseek_v3",
+    vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, num_experts_per_tok=2, n_group=2,
+    topk_group=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+    first_k_dense_replace=1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("config", [GPT2, DEEPSEEK], ids=lambda config: config.model_type)
+def test_random_weights_are_those_that_transformers_draws_for_a_configuration(tmp_path, config, dtype):
+    config = deepcopy(config)
+    # That of published weights, which does not decide how random ones are drawn.
+    config.dtype = torch.bfloat16
+    config.save_pretrained(tmp_path / "sizes")
+    settings = Model(name=str(tmp_path / "sizes"), init="random", dtype=str(dtype).removeprefix("torch."))
+    require_complete_weights(settings, Pretrain())
+    built = build_model(settings, 3)
+    torch.manual_seed(3)
+    expected = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    weights = built.state_dict()
+    assert weights.keys() == expected.state_dict().keys()
+    assert all(
+        torch.equal(weights[name], tensor.to(weights[name].dtype)) for name, tensor in expected.state_dict().items()
+    )
+    assert built.dtype == built.config.dtype == dtype
+    # What the family keeps in fp32 is that of the same model with weights in a folder.
+    expected.save_pretrained(tmp_path / "weights")
+    read = build_model(settings.model_copy(update={"name": str(tmp_path / "weights"), "init": "pretrained"}), 0)
+    assert dtypes_of(built) == dtypes_of(read)
+
+
+def test_random_weights_take_the_place_of_those_in_the_folder(tmp_path):
+    GPT2LMHeadModel(GPT2).save_pretrained(tmp_path)
+    first, again, other = (build_model(Model(name=str(tmp_path), init="random"), seed) for seed in (1, 1, 2))
+    assert torch.equal(first.lm_head.weight, again.lm_head.weight)
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+    trained = build_model(Model(name=str(tmp_path), init="random"), 1, weights=str(tmp_path))
+    assert torch.equal(trained.lm_head.weight, build_model(Model(name=str(tmp_path)), 0).lm_head.weight)
 
 
 def test_every_dtype_starts_from_the_same_weights():
@@ -91,14 +137,7 @@ def test_what_is_computed_is_the_same_on_every_process_and_after_a_restart(tmp_p
 
 
 def test_what_a_family_keeps_in_fp32_is_fp32_on_every_process_and_after_a_restart(tmp_path):
-    config = AutoConfig.for_model(
-        "deepseek_v3",
-        vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, num_experts_per_tok=2, n_group=2,
-        topk_group=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
-        first_k_dense_replace=1,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hub")
+    AutoModelForCausalLM.from_config(deepcopy(DEEPSEEK)).save_pretrained(tmp_path / "hub")
     spec = RunSpec(model={"name": str(tmp_path / "hub"), "dtype": "bfloat16"})
     built = build_model(spec.model, spec.seed)
     empty = build_model_on_meta(spec.model)

@@ -158,6 +158,18 @@ def test_models_from_a_folder_pass_on_chats_and_are_cut(kind, chat, tmp_path):
     assert {finding.name: finding.status for finding in found} == dict.fromkeys(names, "pass"), found
 
 
+def test_a_model_from_scratch_is_cut_without_weights(chat, tmp_path):
+    size = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4}
+    tokenizer = chat.data.tokenizer()
+    LlamaConfig(**size, vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    model = {"name": str(tmp_path / "model"), "init": "random"}
+    subject = made(tmp_path / "subject", layers=3, model=model, data=chat.asked.data.model_dump())
+    assert subject.layers == (3, 5) and not list(tmp_path.rglob("model*.safetensors"))
+    (found,) = table.examine(subject, ["updates"])
+    assert found.status == "pass"
+
+
 def test_chats_are_shown_with_what_is_learned(chat):
     found = check(chat, "mask")
     assert found.status == "pass", found.detail

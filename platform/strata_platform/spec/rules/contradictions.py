@@ -217,6 +217,12 @@ def _model(model: Model, adapter: Adapter) -> Iterator[Contradiction]:
         "code you have read",
     )
     yield Contradiction(
+        adapter.type != "none" and model.init == "random" and model.name not in PRESETS,
+        ("adapter.type", "model.init"),
+        f"'{adapter.type}' adapts a pretrained model, and freezes the weights that model.init 'random' asks to train "
+        "from scratch; set adapter.type to 'none', or model.init to 'pretrained'",
+    )
+    yield Contradiction(
         adapter.type != "none" and model.name in PRESETS,
         ("adapter.type", "model.name"),
         f"'{adapter.type}' adapts a pretrained model, and model.name '{model.name}' is a preset, "

@@ -58,6 +58,12 @@ class Model(Section):
     revision: Text | None = Field(
         None, description="Commit, tag or branch of a Hub model. Pin it for reproducible runs."
     )
+    init: Literal["pretrained", "random"] = Field(
+        "pretrained",
+        description="Initial weights. `pretrained`: those of the Hub model or folder. `random`: those that "
+        "transformers' `from_config` draws for its `config.json`, from `seed`; weights are not read, and a folder "
+        "needs none. A preset is always random.",
+    )
     trust_remote_code: Flag | CodeVersion = Field(
         False,
         description="Run the Python code that comes with the model. For a Hub model: the full commit, which must also "
@@ -96,6 +102,11 @@ class Model(Section):
     )
 
     _head: Head = PrivateAttr("tokens")
+
+    @property
+    def from_scratch(self) -> bool:
+        """Whether the initial weights are random."""
+        return self.init == "random" or self.name in PRESETS
 
     @property
     def head(self) -> Head:
