@@ -355,6 +355,10 @@ def test_the_warm_up_plans_the_step_with_the_adapter(pretrained):
     without = without.model_copy(update={"model": in_bf16.model})
     added = {"add_low_rank_kernel", "adapted_gate_fwd_kernel", "adapted_gate_bwd_kernel"}
     assert kernels(in_bf16) - kernels(without) == added
+    matched = in_bf16.model_copy(update={"adapter": Lora(r=4, target_modules=r".*_proj")})
+    assert plan_kernels(matched) == plan_kernels(in_bf16)
+    matched = in_bf16.model_copy(update={"adapter": Lora(r=4, target_modules=r".*\.1\..*o_proj")})
+    assert kernels(in_bf16) - kernels(matched) == {"adapted_gate_fwd_kernel", "adapted_gate_bwd_kernel"}
 
 
 def kernels(spec):
