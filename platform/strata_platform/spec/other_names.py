@@ -140,7 +140,6 @@ OTHER_NAMES = {
     "lora_model_dir": "adapter.init_from",
     "adapter_name_or_path": "adapter.init_from",
     "load_in_4bit": "adapter.quantization",
-    "load_in_8bit": "adapter.quantization",
     "quantization_bit": "adapter.quantization",
     "quantize_moe_experts": "adapter.quantization",
     "peft_use_dora": "adapter.use_dora",
@@ -314,6 +313,8 @@ NO_FIELDS = {
     "use_cache": _SELF + "training keeps no cache of generation",
     "ddp_find_unused_parameters": _SELF + "DDP looks for unused weights where a model may have some",
     "device_map": "layers are not placed by hand; parallel.type divides a model over GPUs",
+    "load_in_8bit": "leave it out: there are no int8 weights; nearest are training.float8 'tensorwise', which stores "
+    "frozen weights in 8 bits and multiplies in FP8, and adapter.quantization 'nf4', which stores them in 4 bits",
     "rank_pattern": _SELF + "all layers have the rank adapter.r",
     "alpha_pattern": _SELF + "all layers have adapter.lora_alpha",
     "transformer_layer_cls_to_wrap": _LAYERS,
@@ -361,7 +362,9 @@ OTHER_VALUES: dict[str, dict[str, str]] = {
     "adapter.type": {
         "qlora": "lora with quantization: nf4", "dora": "lora with use_dora: true", "full": "none", "freeze": "none",
     },
-    "adapter.quantization": {**_NF4, "false": "none"},
+    "adapter.quantization": {
+        **_NF4, **dict.fromkeys(("8", "8bit", "int8"), "training.float8: tensorwise"), "false": "none",
+    },
     "adapter.init_lora_weights": {"true": "default"},
     "adapter.target_modules": dict.fromkeys(("all", "all-linear", "all_linear", "true"), "[]"),
     "training.gradient_checkpointing": {"true": "full", "unsloth": "full", "false": "none"},
