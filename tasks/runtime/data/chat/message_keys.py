@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from strata_platform.spec.sections.data import Data
-from tasks.runtime.data.chat.json_chat import role_name
+from tasks.runtime.data.chat.json_chat import ROLES, role_name
 from tasks.runtime.data.chat.message_check import names_role
 from tasks.runtime.data.chat.messages import REASONING, Messages, known_roles, roles_in
 from tasks.runtime.data.chat.row_chats import chats_in
@@ -23,6 +23,9 @@ from tasks.runtime.data.reading.rows import Row, RowError
 
 # Read by every template, by Strata itself, or required of the template for each row.
 _READ = {"role", "content", "weight", "tool_calls", *REASONING}
+
+_LIKELY = {**ROLES, "developer": "system"}
+_MOST_ROLES = 8
 
 
 def unread_keys(
@@ -91,13 +94,14 @@ def unknown_roles(row_format: Format, columns: tuple[str, ...], data: Data, rows
                 unknown.setdefault(name, f"{where}: {key} is {value!r}")
     if not unknown:
         return ""
-    first, *others = unknown
-    more = f"; the first {len(rows)} rows also have {', '.join(map(repr, others))}" if others else ""
-    # An example, in turns of the roles that no message has yet.
+    first, *others = [*unknown][:_MOST_ROLES]
+    shown = ", ".join(map(repr, others)) + (", ..." if len(unknown) > _MOST_ROLES else "")
+    more = f"; the first {len(rows)} rows also have {shown}" if others else ""
+    # An example: known names in other letters, and else in turns of the roles that no message has yet.
     free = [role for role in ("user", "assistant") if role not in seen] or ["user", "assistant"]
     mapped: dict[str, list[str]] = {role: [*names] for role, names in data.roles.items()}
-    for number, name in enumerate(unknown):
-        mapped.setdefault(free[number % len(free)], []).append(name)
+    for number, name in enumerate((first, *others)):
+        mapped.setdefault(_LIKELY.get(name.lower(), free[number % len(free)]), []).append(name)
     line = ", ".join(f"{role}: {names}" for role, names in mapped.items())
     them = "them" if others else "it"
     return (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -77,7 +77,7 @@ def answer_of(row: Row, column: str, data: Data) -> Messages:
     return messages_of(row, column, data, several=True)
 
 
-def roles_in(row: Row, columns: Iterable[str], data: Data) -> Iterator[tuple[str, str, Any]]:
+def roles_in(row: Row, columns: Sequence[str], data: Data) -> Iterator[tuple[str, str, Any]]:
     """Of each message in some columns of a row: where it is, the key of its role in the data, and the role there.
 
     Leaves out what `messages_of` cannot read.
@@ -92,7 +92,8 @@ def roles_in(row: Row, columns: Iterable[str], data: Data) -> Iterator[tuple[str
                 names = {_names(data).get(key, key): key for key in message if key not in data.ignore_columns}
                 author = next((names[key] for key in AUTHORS if key in names), None)
                 if author is not None:
-                    yield f"{row.where}: message {number}", author, message[author]
+                    place = f"column {column!r}, message" if len(columns) > 1 else "message"
+                    yield f"{row.where}: {place} {number}", author, message[author]
 
 
 def is_transcript(value: Any) -> bool:

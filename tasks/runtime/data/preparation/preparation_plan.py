@@ -153,6 +153,8 @@ def make_plan(
     row_format = make_format(name, columns, tokenizer, recipe.data, first, score, processor, teacher)
     if recipe.data.chat_template and row_format.templates is None:
         warnings.warn(f"data.chat_template has no effect on {source.name}, whose format is {name}", stacklevel=4)
+    if recipe.data.format == "alpaca" and have_messages(columns, first, recipe.data):
+        report(f"{source.name}: messages as JSON are read as text, by data.format 'alpaca'")
     _report_mapping(recipe, source, name, columns, first)
     if name in CHATS and (problem := unknown_roles(row_format, columns, recipe.data, first)):
         raise_unless_skipping(recipe, RowError(problem))

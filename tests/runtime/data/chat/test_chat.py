@@ -18,7 +18,7 @@ from tasks.runtime.data.chat.template_source import NAMED_TEMPLATES, resolve_tem
 from tasks.runtime.data.formats.known_formats import make_format
 from tasks.runtime.data.preparation.encode import Encoder
 from tasks.runtime.data.preparation.tokenizer import train_tokenizer
-from tasks.runtime.data.reading.rows import Row, RowError
+from tasks.runtime.data.reading.rows import Row, RowError, Skipped
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -120,7 +120,10 @@ def test_a_turn_of_no_weight_is_read_and_not_learned(
         assert _learned(tokenizer, template, talk) == [(WHOLE, [turn])]
     talk = [{**message, "weight": int(message["role"] == "assistant")} for message in TALK]
     assert _learned(tokenizer, template, talk) == [(WHOLE, TURNS)]
-    assert _learned(tokenizer, template, [{**message, "weight": 0} for message in TALK]) == [(WHOLE, [])]
+    with pytest.raises(
+        Skipped, match=r"row 1: none of its messages carries loss; .* user of weight 0, assistant of weig"
+    ):
+        _learned(tokenizer, template, [{**message, "weight": 0} for message in TALK])
 
 
 def test_marks_that_do_not_tell_turns_apart_know_no_weights(tokenizer: PreTrainedTokenizerFast, file: Any) -> None:
@@ -163,7 +166,8 @@ def test_a_turn_of_no_weight_is_never_learned(
     last = TRAINED["last turn"][1]
     assert _learned(tokenizer, template, talk, train_on="completions") == [(HEAD, last)]
     talk[4] = {**talk[4], "weight": 0}
-    assert _learned(tokenizer, template, talk, train_on="last_turn") == [(HEAD, [])]
+    with pytest.raises(Skipped, match=r"row 1: none of its messages carries loss"):
+        _learned(tokenizer, template, talk, train_on="last_turn")
 
 
 def test_of_a_template_that_rewrites_turns_all_tokens_are_learned_once(
@@ -351,7 +355,8 @@ def test_an_opening_by_the_assistant_and_turns_in_a_row(tokenizer: PreTrainedTok
 
 
 def test_a_chat_without_the_assistant_has_nothing_to_learn(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert _learned(tokenizer, None, TALK[:2])[0][1] == []
+    with pytest.raises(Skipped, match=r"row 1: none of its messages carries loss; their roles are system, user$"):
+        _learned(tokenizer, None, TALK[:2])
 
 
 def test_llama3_by_name() -> None:

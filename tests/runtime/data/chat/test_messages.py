@@ -285,7 +285,16 @@ ROLES: dict[str, tuple[list[dict[str, Any]], str, str]] = {
     ),
     "booleans": (
         [{"prompt": "2 + 2?", "completion": {"bot": True, "content": "4"}}], "{message_keys: {role: bot}}",
-        "line 1: message 1: bot is True, .*, such as {user: ['true']}",
+        "line 1: column 'completion', message 1: bot is True, .*, such as {user: ['true']}",
+    ),
+    "other letters": (
+        [{"messages": _as({}, {"system": "developer", "assistant": "Assistant", "user": "User"})}], "",
+        "line 1: message 1: role is 'developer', .*, such as {system: ['developer'], user: ['User'], assistant: "
+        "['Assistant']}",
+    ),
+    "many": (
+        [{"messages": [{"role": f"speaker {number}", "content": "Hi"} for number in range(9)]}], "",
+        "line 1: message 1: role is 'speaker 0', .*, 'speaker 7', ...; map them .*, 'speaker 7']}, or",
     ),
 }  # fmt: skip
 

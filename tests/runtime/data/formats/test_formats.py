@@ -253,13 +253,18 @@ def test_messages_as_a_question_or_its_answer_name_the_format_that_reads_them(
     assert text == "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
 
 
-def test_json_of_messages_is_the_text_of_a_question_if_the_format_says_so(prepared: Prepare) -> None:
+def test_json_of_messages_is_the_text_of_a_question_if_the_format_says_so(
+    prepared: Prepare, capsys: pytest.CaptureFixture[str]
+) -> None:
     row = {"instruction": "Sum up.", "input": json.dumps(TURNS), "output": "A sum."}
     with pytest.raises(ValueError, match=r"column 'input' holds messages.* as text, set data.format to 'alpaca'"):
         prepared(row, "sft")
     data = prepared(row, "sft", format="alpaca")
     assert f"Sum up.\n{row['input']}<|im_end|>" in data.tokenizer().decode(data.train[0]["input_ids"])
     assert prepared(row, "sft", ignore_columns=["input"]).manifest.samples_used == 1
+    assert "messages as JSON" not in capsys.readouterr().out
+    prepared({"instruction": "Talk.", "output": row["input"]}, "sft", format="alpaca")
+    assert "messages as JSON are read as text, by data.format 'alpaca'" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
