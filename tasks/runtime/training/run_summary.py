@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import torch
+
+from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.mixture import source_shares
@@ -16,6 +19,9 @@ from tasks.runtime.training.completion import device_name
 from tasks.runtime.training.session import Session
 
 log = logging.getLogger(__name__)
+
+# With as many, the sum has about twice the error of a backward pass in bfloat16; see docs/precision.md.
+_MOST_SUMMED = 32
 
 
 def log_sources(run: Session, data: PreparedData, steps: int) -> None:
@@ -29,6 +35,19 @@ def log_sources(run: Session, data: PreparedData, steps: int) -> None:
         return
     for share in source_shares(data.manifest, run.spec.data.weights, [(0, round(steps / run.spec.steps_per_row))]):
         log.info("source %s", share)
+
+
+def rounded_sums(spec: RunSpec, dtype: torch.dtype) -> str | None:
+    """A warning if weights of `dtype` have their gradients added in bfloat16 over more micro-batches than it bears."""
+    count = spec.training.gradient_accumulation_steps
+    # DeepSpeed's engine has gradients of its own.
+    if dtype != torch.bfloat16 or count <= _MOST_SUMMED or spec.parallel.type == "deepspeed":
+        return None
+    return (
+        f"training.gradient_accumulation_steps {count}: gradients of micro-batches are added in the weights' bfloat16, "
+        f"with a large error for more than {_MOST_SUMMED} of them; raise training.micro_batch_size, or set model.dtype "
+        "to 'float32', under fsdp with parallel.compute_dtype 'bfloat16'"
+    )
 
 
 def log_summary(run: Session, step: TrainingStep, steps: int, rows: int | None, resume_from: Path | None) -> None:
@@ -51,6 +70,8 @@ def log_summary(run: Session, step: TrainingStep, steps: int, rows: int | None, 
             log.info(line)
     if run.spec.optimizer.paged and run.processes.device.type == "cpu":
         log.warning("optimizer.paged has no effect without a GPU: moments are in ordinary memory")
+    if warning := rounded_sums(run.spec, model.dtype):
+        log.warning(warning)
     if run.spec.training.activation_offloading and run.processes.device.type == "cpu":
         log.warning("training.activation_offloading has no effect without a GPU: activations are in host memory")
     if step.dropout_off:
