@@ -285,7 +285,10 @@ def padding_beyond(model):
 
 # What is wrong with the model's folder, and what is read.
 MODELS = {
-    "no-weights": (without_weights, r"model\.name '.*model' cannot be read: .*no file named model\.safetensors"),
+    "no-weights": (
+        without_weights,
+        r"model\.name '.*model' cannot be read: .*no file named model\.safetensors.*set model\.init to 'random'$",
+    ),
     "torn-weights": (
         torn_weights,
         r"model\.name '.*model' cannot be read: .*; give the name of a model on the Hub, or a",

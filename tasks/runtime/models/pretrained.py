@@ -158,6 +158,8 @@ def require_complete_weights(model: Model, objective: Objective) -> None:
             try:
                 load_pretrained(folder, device_map="meta", **options)
             except ValueError as error:
+                if field == "model.name" and "no file named model.safetensors" in str(error):
+                    raise ValueError(f"{error}; to train from scratch, set model.init to 'random'") from error
                 if field == "model.name":
                     raise
                 raise ValueError(f"{field}: {error}") from error

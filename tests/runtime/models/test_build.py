@@ -305,3 +305,11 @@ def test_a_family_that_a_version_of_transformers_breaks_is_refused_before_its_we
     monkeypatch.setattr("tasks.runtime.models.config.transformers.__version__", "5.24.0")
     with pytest.raises(ValueError, match=r"llama4 does not run with transformers 5\.24\.0.*; install another version"):
         load_config(Model(name=str(tmp_path)))
+
+
+def test_a_tokenizer_too_large_for_random_weights_says_which_size_the_configuration_needs(beyond, tmp_path):
+    settings, data = prepared(tmp_path, beyond, "2 + 2 = 4")
+    LlamaConfig(vocab_size=64).save_pretrained(tmp_path / "small")
+    small = settings.model_copy(update={"name": str(tmp_path / "small"), "init": "random", "tokenizer": str(beyond)})
+    with pytest.raises(ValueError, match=rf"embeds 64; .*vocab_size of at least {len(data.tokenizer())}$"):
+        require_embeddings(small, data)
