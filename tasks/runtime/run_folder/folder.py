@@ -35,6 +35,7 @@ _CHANGEABLE = {
     "runtime": True,
     "parallel": True,
     "topology": True,
+    "data": {"cache_gib", "streaming"},
     "optimizer": {"in_backward", "paged", "precision"},
     "schedule": {"warmup_ratio"},
     "training": {

@@ -76,6 +76,20 @@ def test_what_took_no_step_leaves_its_folder_to_another_spec(tmp_path):
     assert load_spec(folder.spec).seed == 7
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_run_may_go_on_with_or_without_streaming(tmp_path, first):
+    data = {"source": "rows.jsonl", "shuffle": "window", "prepared_url": "s3://bucket/rows", "validation_fraction": 0}
+    given = [
+        spec(tmp_path, data={**data, "streaming": streaming, "cache_gib": 8 * (1 + streaming)}, training={"steps": 4})
+        for streaming in (first, not first)
+    ]
+    folder = RunFolder.of(given[0])
+    folder.claim(given[0])
+    (folder.root / "checkpoints/checkpoint-2").mkdir(parents=True)
+    folder.claim(given[1])
+    assert load_spec(folder.spec) == given[1]
+
+
 @pytest.mark.parametrize("left", ["checkpoints/checkpoint-4", "metrics.jsonl", "record.json", "weights", "model"])
 def test_what_a_run_has_made_is_nobody_elses(tmp_path, left):
     folder = RunFolder.of(spec(tmp_path))
