@@ -67,8 +67,8 @@ def with_cuda_graphs(step: TrainingStep, spec: RunSpec, processes: Processes) ->
 def unsupported_reason(step: TrainingStep, spec: RunSpec, processes: Processes) -> str | None:
     """What of a run has no CUDA graph; None if all has one.
 
-    A graph repeats the same kernels on the same addresses: shapes must repeat, the host must not wait for the GPU, and
-    random numbers would not be those of a run that resumes.
+    A graph repeats the same kernels on the same addresses: shapes must repeat, and the host must not wait for the GPU.
+    Random numbers are those that the GPU's generator would draw without graphs: PyTorch advances it for each replay.
     """
     for rule in cuda_graph_rules(spec):
         if rule.broken:

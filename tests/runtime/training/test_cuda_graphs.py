@@ -7,6 +7,7 @@ import torch
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.data import collate
+from tasks.runtime.models import float8
 from tasks.runtime.models.attention.varlen_attention import add_cu_seqlens
 from tasks.runtime.models.build import build_model
 from tasks.runtime.objectives.training_step import build_training_step
@@ -83,8 +84,14 @@ def test_batches_of_about_as_many_sequences_have_one_shape(rows, sequences):
             {"training": {"gradient_checkpointing": "full", "activation_offloading": True}},
             "training.activation_offloading",
         ),
-        ({"training": {"neftune_noise_alpha": 5}}, "training.neftune_noise_alpha"),
-        ({"model": PRETRAINED, "adapter": {"type": "lora", "lora_dropout": 0.1}}, "adapter.lora_dropout"),
+        (
+            {
+                "model": PRETRAINED,
+                "adapter": {"type": "lora", "lora_dropout": 0.1},
+                "training": {"gradient_checkpointing": "full"},
+            },
+            "adapter.lora_dropout",
+        ),
         ({"model": PRETRAINED, "adapter": {"type": "lora", "quantization": "nf4"}}, "adapter.quantization"),
         ({"optimizer": {"in_backward": True, "max_grad_norm": 0}}, "optimizer.in_backward"),
     ],
@@ -153,12 +160,19 @@ RUNS = {
     "hf": {"framework": "hf"},
     "lightning": {"framework": "lightning"},
     "muon": {"optimizer": {"type": "muon"}},
+    "dropout": {"adapter": {"type": "lora", "lora_dropout": 0.1}},
+    "noise": {"training": {"neftune_noise_alpha": 5, "gradient_checkpointing": "full"}},
+    "fp8": {"training": {"float8": "tensorwise"}},
+    "fp8 by row": {"training": {"float8": "rowwise"}},
+    "frozen fp8": {"adapter": {"type": "lora"}, "training": {"float8": "tensorwise"}},
 }
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "sections"), RUNS.items(), ids=RUNS)
-def test_on_a_gpu_losses_have_the_bits_of_a_run_without(output, kind, sections, caplog):
+def test_on_a_gpu_losses_have_the_bits_of_a_run_without(output, kind, sections, caplog, monkeypatch):
+    # FP8 is slower than bf16 at these sizes.
+    monkeypatch.setattr(float8, "_slow_layers", lambda *arguments: [])
     if "adapter" in sections:
         sections = {**sections, "model": {"name": str(save_pretrained(output / "pretrained")), "dtype": "bfloat16"}}
     training = {"deterministic": "compile" not in sections.get("training", {}), **sections.get("training", {})}
@@ -171,15 +185,25 @@ def test_on_a_gpu_losses_have_the_bits_of_a_run_without(output, kind, sections, 
         for on in (False, True)
     )
     train_spec(without)
+    replay, replays = torch.cuda.CUDAGraph.replay, []
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda self: replays.append(self) or replay(self))
     with caplog.at_level("INFO"):
         train_spec(with_graphs)
     assert "CUDA graphs: on" in caplog.text
+    # Not the first ones, nor the first of a shape.
+    assert len(replays) > STEPS
     assert curve(with_graphs) == curve(without)
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_resumed_run_has_the_same_bits(output):
-    spec = make_spec(output, "resumed", training={"deterministic": True})
+@pytest.mark.parametrize("draws", [False, True], ids=["", "with dropout and noise"])
+def test_on_a_gpu_a_resumed_run_has_the_same_bits(output, draws):
+    sections, noise = {}, {}
+    if draws:
+        folder = save_pretrained(output / "drawing")
+        sections = {"adapter": {"type": "lora", "lora_dropout": 0.1}, "model": {"name": str(folder), "dtype": "bfloat16"}}
+        noise = {"neftune_noise_alpha": 5}
+    spec = make_spec(output, f"resumed-{draws}".lower(), training={"deterministic": True, **noise}, **sections)
     train_spec(spec)
     whole = curve(spec)
     train_spec(spec, STEPS // 2)

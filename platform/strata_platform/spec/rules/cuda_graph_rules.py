@@ -42,19 +42,13 @@ def cuda_graph_rules(spec: RunSpec) -> Iterator[CudaGraphRule]:
         "copies to host memory, which the allocator gives to others while a graph still writes to it",
     )
     yield CudaGraphRule(
-        training.neftune_noise_alpha is not None,
-        "training.neftune_noise_alpha",
-        "draws random numbers, which a resumed run could not repeat",
-    )
-    yield CudaGraphRule(
-        spec.adapter.type == "lora" and spec.adapter.lora_dropout > 0,
+        spec.adapter.type == "lora" and spec.adapter.lora_dropout > 0 and training.gradient_checkpointing != "none",
         "adapter.lora_dropout",
-        "draws random numbers, which a resumed run could not repeat",
+        "draws random numbers, which a graph cannot draw again for layers that training.gradient_checkpointing recomputes",
     )
     yield CudaGraphRule(
         spec.is_quantized, "adapter.quantization", "unpacks weights in another library, outside of graphs"
     )
-    yield CudaGraphRule(training.float8 != "none", "training.float8", "was not tested in graphs")
     yield CudaGraphRule(
         spec.optimizer.in_backward, "optimizer.in_backward", "steps in the backward pass, at a rate that changes"
     )
