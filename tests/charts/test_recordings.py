@@ -18,8 +18,11 @@ pytestmark = [
 ]
 
 RECORDINGS = Path(__file__).parent / "recordings"
-# Thresholds for recordings of a minute or less.
-SHORT = {"stalledAfter": "30s", "checkpointAfter": "1m", "queuedAfter": "20s", "stuckAfter": "20s"}
+# Thresholds for recordings of three minutes or less.
+SHORT = {
+    "stalledAfter": "30s", "checkpointAfter": "1m", "slowAfter": "20s", "speedOver": "3m", "queuedAfter": "20s",
+    "stuckAfter": "20s",
+}  # fmt: skip
 # What fires at the end of each.
 FIRES = {
     "busy": set(),
@@ -30,6 +33,8 @@ FIRES = {
     "saved": set(),
     "unsaved": {"StrataCheckpointTooOld"},
     "stalled": {"StrataRunStalled"},
+    # Its process was stopped for most of the time. It has no checkpoint yet either.
+    "slow": {"StrataRunSlow", "StrataCheckpointTooOld"},
     "ended": set(),
 }
 SHOWN = {"runs": "saved", "queues": "preempted"}

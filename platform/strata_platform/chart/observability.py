@@ -18,8 +18,12 @@ class Alerts(Values):
     labels: Labels = Field({}, description="Additional labels of every alert, for routing.")
     stalled_after: Duration = Field("15m", description="Time without a step after which a run counts as stalled.")
     slow_below: Share = Field(
-        0.7, description="A run counts as slow below this share of its median speed over six hours."
+        0.7, description="A run counts as slow below this share of its median speed over `speedOver`."
     )
+    slow_after: Duration = Field(
+        "15m", description="Time of which the speed is the mean, and during which it must stay below."
+    )
+    speed_over: Duration = Field("6h", description="Time over which a run's median speed is computed.")
     data_wait: Share = Field(0.2, description="Maximum share of the time that a process may wait for data.")
     checkpoint_after: Duration = Field("2h", description="Maximum time that a run may train without a checkpoint.")
     queued_after: Duration = Field("1h", description="Maximum time that a queue may have waiting runs.")
