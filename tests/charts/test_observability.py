@@ -35,7 +35,7 @@ def of_rules():
         r"- alert: (\w+)\n(?:\s+#[^\n]*\n)*\s+expr: (?:>-\n)?(.*?)\n\s+(?:for|labels): ", RULES, re.DOTALL
     )
     return {
-        f"alert {name}": re.sub(r"\{\{ \.(\w+) \}\}", lambda value: "15m" if "fter" in value[1] else "0.5", expression)
+        f"alert {name}": re.sub(r"\{\{ \.(\w+) \}\}", lambda value: "15m" if value[1].endswith(("After", "Over")) else "0.5", expression)
         for name, expression in found
     }
 

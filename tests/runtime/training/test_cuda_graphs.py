@@ -200,9 +200,8 @@ def test_on_a_gpu_losses_have_the_bits_of_a_run_without(output, kind, sections, 
 def test_on_a_gpu_a_resumed_run_has_the_same_bits(output, draws):
     sections, noise = {}, {}
     if draws:
-        folder = save_pretrained(output / "drawing")
-        sections = {"adapter": {"type": "lora", "lora_dropout": 0.1}, "model": {"name": str(folder), "dtype": "bfloat16"}}
-        noise = {"neftune_noise_alpha": 5}
+        model = {"name": str(save_pretrained(output / "drawing")), "dtype": "bfloat16"}
+        sections, noise = {"adapter": {"type": "lora", "lora_dropout": 0.1}, "model": model}, {"neftune_noise_alpha": 5}
     spec = make_spec(output, f"resumed-{draws}".lower(), training={"deterministic": True, **noise}, **sections)
     train_spec(spec)
     whole = curve(spec)

@@ -44,7 +44,7 @@ def cuda_graph_rules(spec: RunSpec) -> Iterator[CudaGraphRule]:
     yield CudaGraphRule(
         spec.adapter.type == "lora" and spec.adapter.lora_dropout > 0 and training.gradient_checkpointing != "none",
         "adapter.lora_dropout",
-        "draws random numbers, which a graph cannot draw again for layers that training.gradient_checkpointing recomputes",
+        "draws random numbers, which a graph cannot draw again where training.gradient_checkpointing recomputes it",
     )
     yield CudaGraphRule(
         spec.is_quantized, "adapter.quantization", "unpacks weights in another library, outside of graphs"

@@ -116,8 +116,8 @@ def _recomputing(forward: Callable[..., Any], options: Mapping[str, Any]) -> Cal
         if not torch.is_grad_enabled():
             # Nothing is recomputed. A pass of generation writes to its cache, and is captured in a graph.
             return forward(*args, **kwargs)
-        # A graph can neither read nor set the state of a random generator; layers that draw numbers have none if they are
-        # recomputed.
+        # A graph can neither read nor set the state of a random generator: runs that draw numbers in recomputed layers
+        # have no graphs.
         captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=not captured, **options, **kwargs)
 
