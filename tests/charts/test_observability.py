@@ -34,10 +34,11 @@ def of_rules():
     found = re.findall(
         r"- alert: (\w+)\n(?:\s+#[^\n]*\n)*\s+expr: (?:>-\n)?(.*?)\n\s+(?:for|labels): ", RULES, re.DOTALL
     )
-    return {
-        f"alert {name}": re.sub(r"\{\{ \.(\w+) \}\}", lambda value: "15m" if value[1].endswith(("After", "Over")) else "0.5", expression)
-        for name, expression in found
-    }
+
+    def of_value(value):
+        return "15m" if value[1].endswith(("After", "Over")) else "0.5"
+
+    return {f"alert {name}": re.sub(r"\{\{ \.(\w+) \}\}", of_value, expression) for name, expression in found}
 
 
 def of_dashboards():
