@@ -67,7 +67,7 @@ class Training(Section):
         "auto",
         description="Replay the passes of a micro-batch as CUDA graphs; losses are bit-identical. `auto`: if the host "
         "limits the speed of the first steps and the run supports graphs. `true`: a run that does not support them is "
-        "rejected. Graphs need one process, packed rows, `pretrain` or `sft`, and no dropout.",
+        "rejected. Graphs need one process, packed rows, `pretrain` or `sft`, and no dropout inside the model.",
     )
     float8: Literal["none", "tensorwise", "rowwise"] = Field(
         "none",
