@@ -96,15 +96,21 @@ def _random_model(settings: Model, seed: int, dtype: torch.dtype) -> PreTrainedM
     """The model of `from_config`, which initializes every weight as its family does; some stay in fp32."""
     config = load_config(settings)
     torch.manual_seed(seed)
-    # Initialize in fp32 and round, so that every dtype starts from the same weights. Only parameters are rounded:
-    # buffers, such as the frequencies of rotary embeddings, keep the dtype that the model gives them.
+    # Initialize in fp32 and round, so that every dtype starts from the same weights.
     model: PreTrainedModel = class_of(settings.head, config).from_config(
         config, dtype=torch.float32, attn_implementation=attention_of(settings)
     )
-    exact = tuple(model._keep_in_fp32_modules_strict or ())
-    for name, parameter in model.named_parameters():
-        if not any(re.search(pattern, name) for pattern in exact):
-            parameter.data = parameter.data.to(dtype)
+    # Ranks that receive the weights, and resumed runs, have the dtypes and the computed buffers of this one.
+    empty = build_model_on_meta(settings, dtype=dtype)
+    exact, saved = tuple(model._keep_in_fp32_modules_strict or ()), model.state_dict().keys()
+    for name, like in [*empty.named_parameters(), *empty.named_buffers(remove_duplicate=False)]:
+        parent, _, own = name.rpartition(".")
+        module = model.get_submodule(parent)
+        if name not in saved:
+            setattr(module, own, like)
+        elif not any(re.search(pattern, name) for pattern in exact):
+            tensor = getattr(module, own)
+            tensor.data = tensor.data.to(like.dtype)
     for part in (model.config, *(getattr(model.config, name, None) for name in model.config.sub_configs)):
         if part is not None:
             part.dtype = dtype

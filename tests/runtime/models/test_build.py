@@ -47,6 +47,7 @@ from tasks.runtime.models.config import PRESETS, load_config
 from tasks.runtime.models.pretrained import require_complete_weights
 from tasks.runtime.optim.optimizer import build_optimizer
 from tasks.runtime.process.ranks import Processes
+from tests.kernels.helpers.tiny_models import build_tiny
 
 
 def test_every_preset_of_the_spec_can_be_built():
@@ -97,6 +98,18 @@ def test_random_weights_are_those_that_transformers_draws_for_a_configuration(tm
     expected.save_pretrained(tmp_path / "weights")
     read = build_model(settings.model_copy(update={"name": str(tmp_path / "weights"), "init": "pretrained"}), 0)
     assert dtypes_of(built) == dtypes_of(read)
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "minimax", "olmo_hybrid"])
+def test_random_weights_have_the_dtypes_of_read_ones_and_the_buffers_of_other_processes(family, tmp_path):
+    """Such as factors of Mamba's products, which the family computes in the dtype of the weights."""
+    build_tiny(family).save_pretrained(tmp_path)
+    settings = Model(name=str(tmp_path), init="random", dtype="bfloat16")
+    built, empty = build_model(settings, 0), build_model_on_meta(settings)
+    assert dtypes_of(built) == dtypes_of(build_model(settings.model_copy(update={"init": "pretrained"}), 0))
+    for (name, buffer), (_, expected) in zip(built.named_buffers(), empty.named_buffers(), strict=True):
+        assert buffer.dtype == expected.dtype and torch.equal(buffer, expected), name
+    built(input_ids=torch.arange(9)[None])
 
 
 def test_random_weights_take_the_place_of_those_in_the_folder(tmp_path):
