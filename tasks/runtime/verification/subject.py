@@ -20,11 +20,13 @@ from typing import Any
 
 import torch
 from transformers import PretrainedConfig
+from transformers.dynamic_module_utils import custom_object_save
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.sections.objectives import Distill
 from tasks.runtime.data import PreparedData, prepare, recipe_of
 from tasks.runtime.data.preparation.tokenizer import read_tokenizer
+from tasks.runtime.models.build import build_model_on_meta
 from tasks.runtime.models.config import PRESETS, compute_dtype, load_config, model_dtype
 from tasks.runtime.models.pretrained import load_pretrained
 from tasks.runtime.process.ranks import Processes
@@ -205,6 +207,9 @@ def _cut_model(spec: RunSpec, folder: Path, layers: int) -> tuple[RunSpec, tuple
             setattr(text, name, getattr(text, name)[:kept])
     if spec.model.from_scratch:
         config.save_pretrained(folder)
+        if spec.model.trust_remote_code:
+            # A configuration brings the file of its own class alone.
+            custom_object_save(build_model_on_meta(spec.model), folder)
     else:
         # The layers that were cut off are extra tensors.
         load_pretrained(

@@ -22,6 +22,7 @@ from tasks.runtime.models.config import load_config
 from tasks.runtime.models.custom_code import code_of, register_custom_code
 from tasks.runtime.models.trained_weights import collect_weights
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
+from tasks.runtime.verification.subject import make_subject
 from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_only import train_spec
 
@@ -42,6 +43,24 @@ class MineForCausalLM(LlamaForCausalLM):
         for layer in self.model.layers:
             layer.self_attn.scaling *= 2
 """
+
+TWO = {
+    "configuration_two.py": """
+from transformers import LlamaConfig
+
+
+class TwoConfig(LlamaConfig):
+    model_type = "two"
+""",
+    "modeling_two.py": """
+from transformers import LlamaForCausalLM
+from .configuration_two import TwoConfig
+
+
+class TwoForCausalLM(LlamaForCausalLM):
+    config_class = TwoConfig
+""",
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -110,6 +129,20 @@ def test_it_trains_resumes_evaluates_and_is_exported_with_its_code(mine, output)
     llama = LlamaForCausalLM.from_pretrained(folder.model)
     assert not torch.allclose(llama(ids).logits, model(ids).logits, atol=1e-2)
     assert AutoTokenizer.from_pretrained(folder.model).eos_token
+
+
+def test_the_small_model_of_a_verification_from_scratch_has_all_of_the_code(mine, tmp_path):
+    folder = tmp_path / "two"
+    shutil.copytree(mine, folder)
+    auto_map = {"AutoConfig": "configuration_two.TwoConfig", "AutoModelForCausalLM": "modeling_two.TwoForCausalLM"}
+    bring_code(folder, model_type="two", auto_map=auto_map, num_hidden_layers=4)
+    (folder / "modeling_mine.py").unlink()
+    for name, code in TWO.items():
+        (folder / name).write_text(code)
+    model = {"name": str(folder), "init": "random", "trust_remote_code": True}
+    subject = make_subject(make_spec(mine, tmp_path, model=model), tmp_path / "subject", layers=2)
+    assert subject.layers == (2, 4)
+    assert type(build_model(subject.spec.model, 0)).__name__ == "TwoForCausalLM"
 
 
 def test_without_the_field_no_code_runs(mine, tmp_path):
