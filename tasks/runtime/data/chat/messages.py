@@ -165,7 +165,7 @@ def _read(renamed: dict[str, Any], where: str, data: Data) -> dict[str, Any]:
     """The checked message of the keys that are read. Raises RowError."""
     if renamed.get("tool_calls"):
         renamed["tool_calls"] = parsed_calls(renamed["tool_calls"], f"{where}: tool_calls")
-    held = {key: item for key, item in renamed.items() if key != "tool_calls" or item not in ("", [])}
+    held = {key: item for key, item in renamed.items() if key != "tool_calls" or item not in ("", [], None)}
     if _CALL in held:
         raise RowError(
             f"{where} has {_CALL!r}, a key that chat templates do not read; give the call as tool_calls, a list of "

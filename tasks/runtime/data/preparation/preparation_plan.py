@@ -156,7 +156,9 @@ def make_plan(
     if recipe.data.format == "alpaca" and have_messages(columns, first, recipe.data):
         report(f"{source.name}: messages as JSON are read as text, by data.format 'alpaca'")
     _report_mapping(recipe, source, name, columns, first)
-    if name in CHATS and (problem := unknown_roles(row_format, columns, recipe.data, first)):
+    # In format alpaca, messages as JSON are text.
+    mapped = name in CHATS and name != "alpaca"
+    if mapped and (problem := unknown_roles(row_format, columns, recipe.data, first)):
         raise_unless_skipping(recipe, RowError(problem))
         warnings.warn(problem, stacklevel=4)
     if left := unread_keys(row_format, columns, tokenizer, recipe.data, first):

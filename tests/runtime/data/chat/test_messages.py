@@ -370,8 +370,9 @@ def test_a_call_of_llama_factory_may_follow_reasoning(ends: str, prepared: Prepa
 
 def test_tool_calls_may_be_json(prepared: Prepare) -> None:
     chat = [dict(message) for message in CALLING]
-    data = prepared([{"messages": [{**m, "tool_calls": json.dumps(m.get("tool_calls", []))} for m in chat]}])
-    assert _rows(data) == [_rendered(data, CALLING)]
+    for none in ([], None):
+        data = prepared([{"messages": [{**m, "tool_calls": json.dumps(m.get("tool_calls", none))} for m in chat]}])
+        assert _rows(data) == [_rendered(data, CALLING)]
 
 
 def test_an_earlier_turn_of_a_mapped_role_can_be_excluded(prepared: Prepare) -> None:

@@ -263,7 +263,8 @@ def test_json_of_messages_is_the_text_of_a_question_if_the_format_says_so(
     assert f"Sum up.\n{row['input']}<|im_end|>" in data.tokenizer().decode(data.train[0]["input_ids"])
     assert prepared(row, "sft", ignore_columns=["input"]).manifest.samples_used == 1
     assert "messages as JSON" not in capsys.readouterr().out
-    prepared({"instruction": "Talk.", "output": row["input"]}, "sft", format="alpaca")
+    critic = json.dumps([*TURNS, {"role": "critic", "content": "True."}])
+    prepared({"instruction": "Talk.", "output": critic}, "sft", format="alpaca")
     assert "messages as JSON are read as text, by data.format 'alpaca'" in capsys.readouterr().out
 
 
