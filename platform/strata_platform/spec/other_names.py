@@ -131,9 +131,6 @@ OTHER_NAMES = {
     "lora_target": "adapter.target_modules",
     "lora_target_modules": "adapter.target_modules",
     "lora_target_linear": "adapter.target_modules",
-    "exclude_modules": "adapter.target_modules",
-    "layers_to_transform": "adapter.target_modules",
-    "peft_layers_to_transform": "adapter.target_modules",
     "lora_target_parameters": "adapter.target_parameters",
     "lora_modules_to_save": "adapter.modules_to_save",
     "additional_target": "adapter.modules_to_save",
@@ -267,6 +264,7 @@ _METRICS = _SELF + "trackers get metrics alone"
 _REASONING = "the key reasoning_content, reasoning or thinking of a message is read; data.message_keys maps another"
 _ORDER = "rows are shuffled by seed; data.shuffle bounds how far"
 _LAYERS = _SELF + "each decoder layer is sharded by itself"
+_CHOSEN = "a regular expression in adapter.target_modules chooses layers by number, such as '.*\\.(30|31)\\..*_proj'"
 NO_FIELDS = {
     "tf32": _SELF + "model.dtype float32 is computed in full precision",
     "special_tokens": "new tokens are model.add_special_tokens, and all others those of model.tokenizer",
@@ -315,6 +313,10 @@ NO_FIELDS = {
     "device_map": "layers are not placed by hand; parallel.type divides a model over GPUs",
     "load_in_8bit": "leave it out: there are no int8 weights; nearest are training.float8 'tensorwise', which stores "
     "frozen weights in 8 bits and multiplies in FP8, and adapter.quantization 'nf4', which stores them in 4 bits",
+    "exclude_modules": "a regular expression in adapter.target_modules leaves layers out, such as "
+    "'(?!.*\\.down_proj).*_proj'",
+    "layers_to_transform": _CHOSEN,
+    "peft_layers_to_transform": _CHOSEN,
     "rank_pattern": _SELF + "all layers have the rank adapter.r",
     "alpha_pattern": _SELF + "all layers have adapter.lora_alpha",
     "transformer_layer_cls_to_wrap": _LAYERS,

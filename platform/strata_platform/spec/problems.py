@@ -224,7 +224,7 @@ def _unknown_field(model: type[BaseModel], item: ErrorDetails, location: _Locati
         message = f"no such field here; {name!r} stands at the top of the spec"
     elif suggestion is None and (suggestion := _other_name(location, item["input"])) is None and name in NO_FIELDS:
         message = f"{message}; {NO_FIELDS[name]}"
-    elif suggestion in PER_EPOCH.values() and isinstance(item["input"], float):
+    elif suggestion in PER_EPOCH.values() and OTHER_NAMES.get(name) in PER_EPOCH:
         message = f"{message}; {_share(item['input'])}"
     elif suggestion is None:
         closest, elsewhere = closest_match(name, fields), _elsewhere(model, name)

@@ -59,7 +59,9 @@ def test_a_name_of_another_trainer_leads_to_the_field_from_its_section_and_from_
         ("eval_strategy", "epoch", "evaluation.per_epoch: 1"),
         ("save_steps", 500, "checkpoint.every"),
         ("evals_per_epoch", 4, "evaluation.per_epoch"),
+        ("evals_per_epoch", 0.5, "evaluation.per_epoch"),
         ("saves_per_epoch", 1, "checkpoint.per_epoch"),
+        ("saves_per_epoch", 0.0, "checkpoint.per_epoch"),
     ],
 )
 def test_an_interval_in_epochs_leads_to_the_field_in_epochs(name, value, meant):
