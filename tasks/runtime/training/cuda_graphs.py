@@ -74,7 +74,8 @@ def unsupported_reason(step: TrainingStep, spec: RunSpec, processes: Processes) 
         if rule.broken:
             return f"{rule.field} {rule.reason}"
     config = step.model.config
-    dropout = [name for name, rate in vars(config).items() if name.endswith(("dropout", "_pdrop")) and rate]
+    ends = ("dropout", "dropout_prob", "_pdrop", "layerdrop")
+    dropout = [name for name, rate in vars(config).items() if name.endswith(ends) and rate]
     reasons = {
         "the run has no NVIDIA GPU": processes.device.type != "cuda" or bool(torch.version.hip),
         "attention runs with masks, for which the host waits": not step.varlen,

@@ -121,6 +121,7 @@ def change(step, **changes):
         ("cuda", {}, None),
         ("cpu", {}, "no NVIDIA GPU"),
         ("cuda", {"attention_dropout": 0.1}, "attention_dropout"),
+        ("cuda", {"hidden_dropout_prob": 0.1, "layerdrop": 0.1}, "hidden_dropout_prob, layerdrop"),
     ],
 )
 def test_the_model_and_the_machine_have_to_support_them(tmp_path, device, changes, reason):
