@@ -192,15 +192,20 @@ def _wrong_value(model: type[BaseModel], item: ErrorDetails, location: _Location
         message = "not text, put it in quotes"
     suggestion = _other_value(location.keys, given) or closest_match(given, location.options)
     if location.path in PER_EPOCH and isinstance(given, float) and 0 < given < 1:
-        times = round(1 / given)
-        suggestion = f"{PER_EPOCH[location.path]}: {times}"
-        message = f"{message}: {given:g} of an epoch is {times} per epoch, {_share(given)}"
+        suggestion = f"{PER_EPOCH[location.path]}: {round(1 / given)}"
+        message = f"{message}: {given:g} of an epoch is {_times(given)} per epoch, {_share(given)}"
     return _Finding(Problem(location.path, message, format_value(given), location.wanted, suggestion), location.keys)
 
 
 def _share(given: float) -> str:
     """What to give per epoch for a share of all steps."""
-    return f"{given:g} of all steps is {round(1 / given)} / training.epochs per epoch"
+    return f"{given:g} of all steps is {_times(given)} / training.epochs per epoch"
+
+
+def _times(share: float) -> str:
+    """How often a share is in a whole: `per_epoch` is a whole number."""
+    times = round(1 / share)
+    return f"{times}" if abs(times * share - 1) < 1e-2 else f"about {times}"
 
 
 def _other_value(keys: tuple[str, ...], given: Any) -> str | None:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.nn.modules.dropout import _DropoutNd
 
 from strata_kernels.ops.recompute import recomputing
 from strata_platform.spec import RunSpec
@@ -74,17 +75,28 @@ def unsupported_reason(step: TrainingStep, spec: RunSpec, processes: Processes) 
         if rule.broken:
             return f"{rule.field} {rule.reason}"
     config = step.model.config
-    ends = ("dropout", "dropout_prob", "_pdrop", "layerdrop")
-    dropout = [name for name, rate in vars(config).items() if name.endswith(ends) and rate]
+    dropout = _dropout(step.model)
     reasons = {
         "the run has no NVIDIA GPU": processes.device.type != "cuda" or bool(torch.version.hip),
         "attention runs with masks, for which the host waits": not step.varlen,
-        f"{', '.join(dropout)} of the model's config draws random numbers": bool(dropout),
+        f"{', '.join(dropout[:3])} of the model draws random numbers": bool(dropout),
         "the model has recurrent layers, whose sizes the host reads": bool(recurrent_layers(step.model)),
         "the model is a mixture of experts": _has_experts(step.model),
         "the model also takes other input than text, of other sizes in each batch": is_multimodal(config),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _dropout(model: Any) -> list[str]:
+    """Rates in the model's config, and modules, by which the model itself drops out; not those of adapters."""
+    ends = ("dropout", "dropout_prob", "_pdrop", "layerdrop")
+    rates = [name for name, rate in vars(model.config).items() if name.endswith(ends) and rate]
+    modules = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, _DropoutNd) and module.p and "lora_dropout" not in path
+    ]
+    return rates + modules
 
 
 def _has_experts(model: nn.Module) -> bool:

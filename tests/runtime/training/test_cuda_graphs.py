@@ -139,6 +139,18 @@ def test_the_model_and_the_machine_have_to_support_them(tmp_path, device, change
         with_cuda_graphs(step, make_spec(tmp_path, "machine"), processes)
 
 
+def test_dropout_that_the_config_does_not_name_has_none(tmp_path):
+    """As in MPT, whose config has the rate in a section of its own; that of adapters has graphs."""
+    spec = make_spec(tmp_path, "nested", training={"cuda_graphs": "auto"})
+    step = training_step(spec, torch.device("cuda"))
+    processes = SimpleNamespace(device=torch.device("cuda"), is_main=True)
+    attention = step.model.get_submodule("model.layers.0.self_attn")
+    attention.lora_dropout = torch.nn.Dropout(0.1)
+    assert unsupported_reason(step, spec, processes) is None
+    attention.dropout_of_weights = torch.nn.Dropout(0.1)
+    assert "self_attn.dropout_of_weights of the model" in unsupported_reason(step, spec, processes)
+
+
 def test_a_vision_language_model_has_none(tmp_path):
     vision_models.llava(tmp_path / "model")
     sections = {"model": {"name": str(tmp_path / "model"), "dtype": "bfloat16"}, "training": {"cuda_graphs": "auto"}}
