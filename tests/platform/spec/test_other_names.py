@@ -80,6 +80,8 @@ def test_a_share_of_steps_leads_to_the_field_in_epochs_with_its_value(name, sect
     )
     with pytest.raises(SpecError, match=problem):
         RunSpec.model_validate({section: {"every": 0.25}})
+    with pytest.raises(SpecError, match=r"0\.3 of an epoch is about 3 per epoch"):
+        RunSpec.model_validate({section: {"every": 0.3}})
     with pytest.raises(SpecError, match=rf"given: 'epoch'; did you mean '{section}\.per_epoch: 1'"):
         RunSpec.model_validate({section: {"every": "epoch"}})
     with pytest.raises(SpecError, match=r"not a valid value; given: 2\.5; allowed"):
