@@ -20,7 +20,7 @@ from tasks.runtime.export.gguf_families import family_of
 from tasks.runtime.export.gguf_file import write_gguf
 from tasks.runtime.export.gguf_vocabulary import require_vocabulary
 from tasks.runtime.export.quantized_folder import SCHEMES, group_size, write_quantized
-from tasks.runtime.models.adapters.targets import adapts_embeddings
+from tasks.runtime.models.adapters.adapted_layers import adapts_embeddings
 from tasks.runtime.models.build import build_model_on_meta
 from tasks.runtime.models.config import load_config
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from strata_platform.spec import RunSpec
+from strata_platform.spec.run_spec import Parallel
+from strata_platform.spec.sections.training import Training
 from tasks.runtime import checkpoint
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.mixture import source_shares
@@ -37,11 +38,11 @@ def log_sources(run: Session, data: PreparedData, steps: int) -> None:
         log.info("source %s", share)
 
 
-def rounded_sums(spec: RunSpec, dtype: torch.dtype) -> str | None:
+def rounded_sums(training: Training, parallel: Parallel, dtype: torch.dtype) -> str | None:
     """A warning if weights of `dtype` have their gradients added in bfloat16 over more micro-batches than it bears."""
-    count = spec.training.gradient_accumulation_steps
+    count = training.gradient_accumulation_steps
     # DeepSpeed's engine has gradients of its own.
-    if dtype != torch.bfloat16 or count <= _MOST_SUMMED or spec.parallel.type == "deepspeed":
+    if dtype != torch.bfloat16 or count <= _MOST_SUMMED or parallel.type == "deepspeed":
         return None
     return (
         f"training.gradient_accumulation_steps {count}: gradients of micro-batches are added in the weights' bfloat16, "
@@ -70,7 +71,7 @@ def log_summary(run: Session, step: TrainingStep, steps: int, rows: int | None, 
             log.info(line)
     if run.spec.optimizer.paged and run.processes.device.type == "cpu":
         log.warning("optimizer.paged has no effect without a GPU: moments are in ordinary memory")
-    if warning := rounded_sums(run.spec, model.dtype):
+    if warning := rounded_sums(run.spec.training, run.spec.parallel, model.dtype):
         log.warning(warning)
     if run.spec.training.activation_offloading and run.processes.device.type == "cpu":
         log.warning("training.activation_offloading has no effect without a GPU: activations are in host memory")

@@ -23,6 +23,6 @@ def test_it_warns_of_many_gradients_that_are_added_in_bfloat16(micro_batches, dt
         parallel={"type": parallel},
         topology={"nproc_per_node": 1 if parallel == "single" else 2},
     )
-    warning = rounded_sums(spec, dtype)
+    warning = rounded_sums(spec.training, spec.parallel, dtype)
     assert (warning is not None) is warns
     assert warning is None or f"gradient_accumulation_steps {micro_batches}" in warning

@@ -24,7 +24,7 @@ from strata_kernels.patch.discover_experts import has_experts
 from strata_platform.spec import RunSpec
 from strata_platform.spec.sections.model import Lora, NoAdapter
 from tasks.runtime.checkpoint.state import has_adapter
-from tasks.runtime.models.adapters.targets import ends_with, layers_left_out, require_targets, targets
+from tasks.runtime.models.adapters.adapted_layers import ends_with, layers_left_out, require_targets, targets
 from tasks.runtime.models.build import build_model_on_meta
 
 # Imported only for an adapter: PEFT imports every installed quantization library, which takes seconds.
