@@ -29,8 +29,8 @@ from strata_kernels.patch.small_copy import NotEqual
 from strata_platform.spec import RunSpec
 from strata_platform.spec.run_spec import Parallel
 from strata_platform.spec.sections.model import Lora
-from tasks.runtime.models.adapters.lora import saved_modules
 from tasks.runtime.models.adapters.adapted_layers import weights_read_by
+from tasks.runtime.models.adapters.lora import saved_modules
 from tasks.runtime.models.config import compute_dtype
 
 if TYPE_CHECKING:

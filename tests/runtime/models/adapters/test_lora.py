@@ -18,8 +18,8 @@ from tasks.runtime.data import fingerprint, prepare
 from tasks.runtime.evaluation.evaluate_model import evaluate
 from tasks.runtime.export.export_model import export
 from tasks.runtime.models.adapters import fused_adapters
-from tasks.runtime.models.adapters.lora import add_adapter, base_fingerprint, merge_adapter, require_adapter
 from tasks.runtime.models.adapters.adapted_layers import adapts_embeddings
+from tasks.runtime.models.adapters.lora import add_adapter, base_fingerprint, merge_adapter, require_adapter
 from tasks.runtime.models.build import build_model, build_model_on_meta, patch_for_training
 from tasks.runtime.models.trained_weights import build_trained_model, collect_weights
 from tasks.runtime.objectives.training_step import build_training_step
