@@ -21,9 +21,9 @@ class Alerts(Values):
         0.7, description="A run counts as slow below this share of its median speed over `speedOver`."
     )
     slow_after: Duration = Field(
-        "15m", description="Time of which the speed is the mean, and during which it must stay below."
+        "15m", description="Window over which the speed is averaged, and time for which it must stay that low."
     )
-    speed_over: Duration = Field("6h", description="Time over which a run's median speed is computed.")
+    speed_over: Duration = Field("6h", description="Window over which a run's median speed is computed.")
     data_wait: Share = Field(0.2, description="Maximum share of the time that a process may wait for data.")
     checkpoint_after: Duration = Field("2h", description="Maximum time that a run may train without a checkpoint.")
     queued_after: Duration = Field("1h", description="Maximum time that a queue may have waiting runs.")

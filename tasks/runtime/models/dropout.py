@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
+
+
+def dropout_rates(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Every rate above 0 in a module of `model`: the path of the module, the module, and its attribute."""
+    for path, module in model.named_modules():
+        if isinstance(module, _DropoutNd) and module.p > 0:
+            yield path, module, "p"
+        for name, value in vars(module).items():
+            # As `attention_dropout` of Llama and `dropout` of OPT.
+            if "dropout" in name and isinstance(value, float) and value > 0:
+                yield path, module, name
 
 
 def turn_dropout_off(model: nn.Module) -> bool:
@@ -11,14 +24,7 @@ def turn_dropout_off(model: nn.Module) -> bool:
 
     The config keeps its rates, and so does an exported model. Returns whether there was any.
     """
-    found = False
-    for module in model.modules():
-        if isinstance(module, _DropoutNd):
-            found |= module.p > 0
-            module.p = 0.0
-        for name, value in vars(module).items():
-            # As `attention_dropout` of Llama and `dropout` of OPT.
-            if "dropout" in name and isinstance(value, float) and value > 0:
-                found = True
-                vars(module)[name] = 0.0
-    return found
+    found = list(dropout_rates(model))
+    for _, module, name in found:
+        vars(module)[name] = 0.0
+    return bool(found)

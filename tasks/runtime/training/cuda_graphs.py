@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from torch.nn.modules.dropout import _DropoutNd
 
 from strata_kernels.ops.recompute import recomputing
 from strata_platform.spec import RunSpec
@@ -30,6 +29,7 @@ from strata_platform.spec.sections.training import Training
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import Batch
 from tasks.runtime.models.attention.recurrent_layers import recurrent_layers
+from tasks.runtime.models.dropout import dropout_rates
 from tasks.runtime.models.media.multimodal import is_multimodal
 from tasks.runtime.objectives.objective import MicroBatchLoss, Objective, ObjectiveContext
 from tasks.runtime.objectives.training_step import TrainingStep
@@ -91,12 +91,7 @@ def _dropout(model: Any) -> list[str]:
     """Rates in the model's config, and modules, by which the model itself drops out; not those of adapters."""
     ends = ("dropout", "dropout_prob", "_pdrop", "layerdrop")
     rates = [name for name, rate in vars(model.config).items() if name.endswith(ends) and rate]
-    modules = [
-        path
-        for path, module in model.named_modules()
-        if isinstance(module, _DropoutNd) and module.p and "lora_dropout" not in path
-    ]
-    return rates + modules
+    return rates + [path for path, _, _ in dropout_rates(model) if "lora_dropout" not in path]
 
 
 def _has_experts(model: nn.Module) -> bool:

@@ -92,6 +92,11 @@ def test_batches_of_about_as_many_sequences_have_one_shape(rows, sequences):
             },
             "adapter.lora_dropout",
         ),
+        (
+            {"model": PRETRAINED, "adapter": {"type": "lora", "lora_dropout": 0.1}, "training": {"compile": True}},
+            "training.compile",
+        ),
+        ({"training": {"float8": "tensorwise", "compile": True}}, "training.compile"),
         ({"model": PRETRAINED, "adapter": {"type": "lora", "quantization": "nf4"}}, "adapter.quantization"),
         ({"optimizer": {"in_backward": True, "max_grad_norm": 0}}, "optimizer.in_backward"),
     ],

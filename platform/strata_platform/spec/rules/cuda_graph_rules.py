@@ -41,10 +41,16 @@ def cuda_graph_rules(spec: RunSpec) -> Iterator[CudaGraphRule]:
         "training.activation_offloading",
         "copies to host memory, which the allocator gives to others while a graph still writes to it",
     )
+    dropout = spec.adapter.type == "lora" and spec.adapter.lora_dropout > 0
     yield CudaGraphRule(
-        spec.adapter.type == "lora" and spec.adapter.lora_dropout > 0 and training.gradient_checkpointing != "none",
+        dropout and training.gradient_checkpointing != "none",
         "adapter.lora_dropout",
-        "draws random numbers, which a graph cannot draw again where training.gradient_checkpointing recomputes it",
+        "draws random numbers, which a graph cannot repeat when training.gradient_checkpointing recomputes a layer",
+    )
+    yield CudaGraphRule(
+        training.compile and (dropout or training.float8 != "none"),
+        "training.compile",
+        "was not tested in graphs together with adapter.lora_dropout or training.float8",
     )
     yield CudaGraphRule(
         spec.is_quantized, "adapter.quantization", "unpacks weights in another library, outside of graphs"
