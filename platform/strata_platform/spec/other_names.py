@@ -2,7 +2,8 @@
 
 They are those of TRL, axolotl, LLaMA-Factory, Unsloth and torchtitan. The closest name of the spec may mean something
 else: `num_generations` is like `num_iterations`, `lora_r` like `lora_dropout`, `gradient_checkpointing` like
-`checkpoint`. docs/other-trainers.md lists the names that are no settings of objectives.
+`checkpoint`. docs/other-trainers.md lists the names that are no settings of objectives,
+docs/settings-to-leave-out.md those without a field.
 """
 
 from __future__ import annotations

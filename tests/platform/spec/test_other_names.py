@@ -28,9 +28,9 @@ def test_the_page_for_users_of_other_trainers_has_the_names_that_errors_know():
     assert listed == {name: field for name, field in OTHER_NAMES.items() if name not in of_objectives}
 
 
-def test_the_page_has_the_names_without_a_field():
-    page = (Path(__file__).parents[3] / "docs/other-trainers.md").read_text()
-    rows = re.findall(r"^\| (`.*?) \|", page.split("## Names without a field")[1], re.MULTILINE)
+def test_the_page_of_settings_to_leave_out_has_the_names_without_a_field():
+    page = (Path(__file__).parents[3] / "docs/settings-to-leave-out.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
     assert {name for names in rows for name in re.findall(r"`(\w+)`", names)} == {*NO_FIELDS}
 
 
