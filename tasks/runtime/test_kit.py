@@ -1,4 +1,4 @@
-"""Checks of your own objectives, formats and callbacks, for your tests. docs/extending.md has an example.
+"""Checks of your own objectives, formats and callbacks, for your tests. docs/extending.md has examples.
 
 Each check takes the name that a spec would give, imports it as a run does, and raises AssertionError with a sentence.
 They need no GPU and no network, and take a second each.

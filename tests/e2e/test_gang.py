@@ -52,7 +52,7 @@ def run(*command, text=None):
 
 @contextmanager
 def configured_kueue(api, cluster):
-    """Kueue with fair sharing, as docs/gpu-nodes.md says, and less patience with pods than the stack's own."""
+    """Kueue with fair sharing, as docs/kueue.md says, and less patience with pods than the stack's own."""
     before = api.get(CONFIG)["data"]
     ((key, text),) = before.items()
     config = yaml.safe_load(text)

@@ -1,4 +1,4 @@
-"""A plug-in that is no part of the source tree: the one that docs/extending.md shows, as its readers would write it."""
+"""A plug-in that is no part of the source tree: the one that the docs show, as their readers would write it."""
 
 import importlib
 import json
@@ -67,11 +67,11 @@ def curve(spec):
     return [(point.loss, point.grad_norm, point.metrics) for point in read_points(RunFolder.of(spec).metrics)]
 
 
-def test_the_tests_on_the_page_pass(plugin):
+def test_the_tests_on_the_pages_pass(plugin):
     _, names = plugin
-    assert len(names) == 5
-    tests = importlib.import_module("my_plugin.test_plugin")
-    found = [test for name, test in vars(tests).items() if name.startswith("test_")]
+    assert len(names) == 6
+    modules = map(importlib.import_module, ("my_plugin.test_plugin", "my_plugin.test_callbacks"))
+    found = [test for module in modules for name, test in vars(module).items() if name.startswith("test_")]
     assert len(found) == 5
     for test in found:
         test()

@@ -1,4 +1,6 @@
-"""Extension points: what you write beside Strata instead of changing it. docs/extending.md has complete examples.
+"""Extension points: what you write beside Strata instead of changing it.
+
+Examples are in docs/extending.md and docs/callbacks.md.
 
 | you write | it is based on | the spec names it by |
 | --- | --- | --- |

@@ -1,14 +1,15 @@
-"""The plug-in of docs/extending.md, written to a folder outside of the source tree."""
+"""The plug-in of docs/extending.md and docs/callbacks.md, written to a folder outside of the source tree."""
 
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parents[3] / "docs/extending.md"
+PAGES = [Path(__file__).parents[3] / "docs" / name for name in ("extending.md", "callbacks.md")]
 
 
 def write_plugin(folder):
     """Write each block of Python that begins with the name of its file. Returns the names."""
-    blocks = re.findall(r"```python\n# (\S+\.py)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    blocks = re.findall(r"```python\n# (\S+\.py)\n(.*?)```", text, re.DOTALL)
     for name, code in blocks:
         file = folder / name
         file.parent.mkdir(exist_ok=True)
