@@ -136,8 +136,9 @@ def _findings(model: type[BaseModel], error: ValidationError) -> list[_Finding]:
     for item in error.errors(include_url=False):
         location = _locate(model, item)
         finding = _FINDERS.get(item["type"], _wrong_value)(model, item, location)
-        if key := _key_without_space(item):
-            message = f"{key!r} is one key; YAML needs a space after a colon: {{{key.replace(':', ': ', 1)}}}"
+        if found_in := _without_space(item, location):
+            text, kind = found_in
+            message = f"{text!r} is one {kind}; YAML needs a space after a colon: {{{text.replace(':', ': ', 1)}}}"
             finding = replace(finding, problem=Problem(location.path, message, allowed=location.wanted or None))
         # An item cannot be taken out of a list: those after it would move up.
         keys = finding.keys[:-1] if finding.keys and finding.keys[-1].startswith("[") else finding.keys
@@ -145,10 +146,19 @@ def _findings(model: type[BaseModel], error: ValidationError) -> list[_Finding]:
     return list(found.values())
 
 
-def _key_without_space(item: ErrorDetails) -> str | None:
-    """The key that YAML reads in `{a:b}`, where there is one: its value is null."""
-    keys = (key for key in item["loc"] if isinstance(key, str) and re.fullmatch(r"[A-Za-z_]\w*:\S+", key))
-    return next((key for key in keys if item["input"] in (None, key)), None)
+def _without_space(item: ErrorDetails, location: _Location) -> tuple[str, str] | None:
+    """What YAML reads in `{a:b}`, a key whose value is null, and in a line `a:b`, a value; None without either."""
+    given = item["input"]
+    if isinstance(given, str) and item["type"] in ("model_type", "model_attributes_type"):
+        name, colon, value = given.partition(":")
+        owners = sections(location.field).values() if location.field else ()
+        has_field = any(name in section.model_fields for section in owners)
+        return (given, "value") if colon and value and has_field else None
+    if isinstance(given, Mapping) and item["type"] == "union_tag_not_found":
+        keys = [key for key, value in given.items() if value is None and str(key).startswith("type:")]
+    else:
+        keys = [key for key in item["loc"] if isinstance(key, str) and given in (None, key)]
+    return next(((key, "key") for key in keys if re.fullmatch(r"[A-Za-z_]\w*:\S+", key)), None)
 
 
 def _locate(model: type[BaseModel], item: ErrorDetails) -> _Location:

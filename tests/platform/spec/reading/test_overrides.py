@@ -96,9 +96,18 @@ def test_problems_of_the_file_come_first():
             "optimizer={lr:1e-5}",
             "optimizer.lr:1e-5: 'lr:1e-5' is one key; YAML needs a space after a colon: {lr: 1e-5}",
         ),
+        ("objective={type:pretrain}", "'type:pretrain' is one key; YAML needs a space after a colon: {type: pretrain}"),
+        ("objective=type:pretrain", "'type:pretrain' is one value; YAML needs a space after a colon: {type: pretrain}"),
+        ("schedule=type:linear", "'type:linear' is one value; YAML needs a space after a colon: {type: linear}"),
     ],
 )
 def test_a_mapping_without_a_space_after_its_colon_shows_the_right_form(override, problem):
     with pytest.raises(SpecError, match=re.escape(problem)):
         load_spec("{}", [override])
-    assert load_spec("{}", [override.replace(":", ": ")])
+    section, value = override.replace(":", ": ").split("=", 1)
+    assert load_spec("{}", [f"{section}={value if value.startswith('{') else f'{{{value}}}'}"])
+
+
+@pytest.mark.parametrize("given", ["adapter=qwen:7b", "objective={}", "objective={beta:1}"])
+def test_a_colon_elsewhere_is_no_missing_space(given):
+    assert not any("space after a colon" in problem for problem in problems_of("{}", given))
