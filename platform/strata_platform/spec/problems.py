@@ -237,9 +237,11 @@ def _unknown_field(model: type[BaseModel], item: ErrorDetails, location: _Locati
         message, allowed = f"a field of type {join_or(having)} alone", ", ".join(fields)
     elif suggestion is None and name in model.model_fields and name != "name":
         message = f"no such field here; {name!r} stands at the top of the spec"
-    elif suggestion is None and (suggestion := _other_name(location, item["input"])) is None and name in NO_FIELDS:
-        message = f"{message}; {NO_FIELDS[name]}"
-    elif suggestion in PER_EPOCH.values() and OTHER_NAMES.get(name) in PER_EPOCH:
+    elif suggestion is None and (instead := _no_field(name, item["input"])) is not None:
+        message = f"{message}; {instead}"
+    elif (suggestion := suggestion or _other_name(location, item["input"])) in PER_EPOCH.values() and (
+        OTHER_NAMES.get(name) in PER_EPOCH
+    ):
         message = f"{message}; {_share(item['input'])}"
     elif suggestion is None:
         closest, elsewhere = closest_match(name, fields), _elsewhere(model, name)
@@ -247,6 +249,12 @@ def _unknown_field(model: type[BaseModel], item: ErrorDetails, location: _Locati
         is_elsewhere = elsewhere is not None and (closest is None or len(location.keys) == 1)
         suggestion, allowed = (elsewhere, None) if is_elsewhere else (closest, ", ".join(fields))
     return _Finding(Problem(location.path, message, allowed=allowed, suggestion=suggestion), location.keys)
+
+
+def _no_field(name: str, given: Any) -> str | None:
+    """What to do instead of a setting that has no field, be it for this value alone."""
+    eight_bits = name == "quantization_bit" and str(given) == "8"
+    return NO_FIELDS.get("load_in_8bit" if eight_bits else name)
 
 
 def _within(location: _Location) -> str | None:

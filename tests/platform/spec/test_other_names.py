@@ -143,6 +143,15 @@ def test_a_name_without_a_field_is_answered_by_what_to_do(name):
     assert [str(problem) for problem in error.value.problems] == [f"{name}: no such field; {NO_FIELDS[name]}"]
 
 
+@pytest.mark.parametrize("bits", [8, "8"])
+def test_eight_bits_are_answered_by_what_is_nearest(bits):
+    with pytest.raises(SpecError) as error:
+        RunSpec.model_validate({"quantization_bit": bits})
+    assert [problem.message for problem in error.value.problems] == [f"no such field; {NO_FIELDS['load_in_8bit']}"]
+    with pytest.raises(SpecError, match=r"did you mean 'adapter\.quantization'"):
+        RunSpec.model_validate({"quantization_bit": 4})
+
+
 @pytest.mark.parametrize("name", NAMES_IN_SOURCES)
 def test_names_of_axolotl_within_a_source_lead_to_fields_of_it(name):
     meant = NAMES_IN_SOURCES[name]
