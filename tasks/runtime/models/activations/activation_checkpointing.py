@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from strata_platform.spec.sections.training import Training
 from tasks.runtime.models.activations.activation_offloading import Offloading
-from tasks.runtime.models.activations.kept_operators import KeptOperators, name_of
+from tasks.runtime.models.activations.kept_operators import KeptOperators, draws_dropout, name_of
 from tasks.runtime.models.media.multimodal import is_multimodal
 
 # Operators that `per_op` saves because they take long: matrix products and attention. It recomputes all others.
@@ -158,7 +158,8 @@ def _contexts(policy: Callable[[], Callable[..., CheckpointPolicy]]) -> tuple[An
 
 def _per_op() -> Callable[..., CheckpointPolicy]:
     def decide(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if name_of(operator) in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+        saved = name_of(operator) in _SAVED and not draws_dropout(operator, args, kwargs)
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return decide
 

@@ -8,7 +8,7 @@ do without.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
@@ -29,6 +29,18 @@ def name_of(operator: Any) -> str:
     """Such as `aten::mm`. Higher-order operators have a plain name instead of a schema."""
     name: str = operator._schema.name if isinstance(operator, torch._ops.OpOverload) else operator.__name__
     return name
+
+
+def draws_dropout(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator draws the numbers of a dropout of its own, as attention does. If it were kept, the dropout
+    after it would get other masks in recomputation, where nothing is drawn for it.
+    """
+    schema = getattr(operator, "_schema", None)
+    for place, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+            return bool(given)
+    return False
 
 
 class KeptOperators:
@@ -121,7 +133,7 @@ class _Keep(_Watch):
         if any(self._kept.has(x) for x in _written(operator, args, kwargs or {})):
             raise _changed()
         found = operator(*args, **(kwargs or {}))
-        if (name := name_of(operator)) in self._names:
+        if (name := name_of(operator)) in self._names and not draws_dropout(operator, args, kwargs or {}):
             self._kept.results.append((name, tree_map_only(Tensor, self._keep, found)))
         return found
 
@@ -141,7 +153,7 @@ class _Keep(_Watch):
 
 class _Take(_Watch):
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (name := name_of(operator)) not in self._names:
+        if (name := name_of(operator)) not in self._names or draws_dropout(operator, args, kwargs or {}):
             return operator(*args, **(kwargs or {}))
         for x in self._kept.returned:
             x.to_device()

@@ -4,14 +4,17 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from strata_platform.spec import RunSpec
+from strata_platform.spec.sections.model import Lora
 from strata_platform.spec.sections.training import Training
 from tasks.runtime.models.activations import activation_checkpointing
 from tasks.runtime.models.activations.kept_operators import KeptOperators
+from tasks.runtime.models.adapters.lora import add_adapter
 from tasks.runtime.models.build import build_model, patch
 
 # The compiler looks at it, and hides the warning by means that do not hide errors.
@@ -33,9 +36,15 @@ class Count(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-def make_model(**training):
+def make_model(lora_dropout=None, **training):
     spec = RunSpec.model_validate({"training": training})
     model = build_model(spec.model, spec.seed)
+    if lora_dropout is not None:
+        add_adapter(model, Lora(type="lora", lora_dropout=lora_dropout), spec.seed)
+        # Zeros of a new adapter would hide what its dropout does.
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(0))
     patch(model, spec.kernels)
     activation_checkpointing.checkpoint_activations(model, spec.training)
     activation_checkpointing.compile_layers(model, spec.training)
@@ -46,7 +55,7 @@ def step(model):
     """Loss, and the gradients in one vector."""
     loss = model(input_ids=TOKENS, labels=TOKENS).loss
     loss.backward()
-    return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()])
+    return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
 
 
 def backward_calls(model):
@@ -105,6 +114,73 @@ def test_what_is_recomputed_has_the_same_bits(kind):
     again, recomputed = step(make_model(gradient_checkpointing=kind))
     assert again == loss
     assert torch.equal(recomputed, gradients)
+
+
+@pytest.mark.parametrize("kind", ["full", "attention", "per_op"])
+def test_dropout_of_an_adapter_has_the_masks_of_the_forward_pass(kind):
+    def seeded_step(seed, **training):
+        model = make_model(lora_dropout=0.1, **training)
+        torch.manual_seed(seed)
+        return step(model)
+
+    loss, gradients = seeded_step(1)
+    again, recomputed = seeded_step(1, gradient_checkpointing=kind)
+    assert again == loss
+    assert torch.equal(recomputed, gradients)
+    assert seeded_step(2)[0] != loss
+
+
+@torch.library.custom_op("strata_test::attention", mutates_args=())
+def attention(x: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
+    """As attention on a GPU, it draws the numbers of its dropout itself."""
+    mask = (torch.rand_like(x) >= dropout_p if dropout_p else torch.ones_like(x)).to(x)
+    return x * mask, mask
+
+
+attention.register_autograd(
+    lambda ctx, dy, _: (dy * ctx.saved_tensors[0], None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output[1]),
+)
+
+
+class DrawingAttention(nn.Module):
+    def __init__(self, rate):
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x):
+        return attention(x, self.rate)[0]
+
+
+class DrawingLayer(GradientCheckpointingLayer):
+    def __init__(self, rate):
+        super().__init__()
+        self.attention, self.linear = DrawingAttention(rate), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.dropout(self.linear(self.attention(x).sin()), 0.5, train=True)
+
+
+@pytest.mark.parametrize("kind", ["attention", "per_op"])
+@pytest.mark.parametrize("rate", [0.5, 0.0], ids=["dropout", "none"])
+def test_attention_with_dropout_is_recomputed_so_that_later_dropout_has_its_masks(monkeypatch, kind, rate):
+    monkeypatch.setattr(
+        activation_checkpointing, "_SAVED", (*activation_checkpointing._SAVED, "strata_test::attention")
+    )
+
+    def gradients(**training):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(DrawingLayer(rate) for _ in range(2)))
+        activation_checkpointing.checkpoint_activations(model, Training(**training))
+        loss = model(torch.ones(4, 8)).square().sum()
+        with Count() as counted:
+            loss.backward()
+        return [p.grad for p in model.parameters()], counted.calls.get("strata_test::attention", 0)
+
+    plain, _ = gradients()
+    recomputed, calls = gradients(gradient_checkpointing=kind)
+    assert all(map(torch.equal, recomputed, plain))
+    assert calls == (2 if rate else 0)
 
 
 class Scales(nn.Module):
