@@ -112,6 +112,17 @@ def _is_other_than_one(value: Any) -> bool:
     return value not in (1, "1", "1.0")
 
 
+def _are_other_positions(value: Any) -> bool:
+    return not isinstance(value, list) or value != [*range(len(value))]
+
+
+def _are_several(value: Any) -> bool:
+    return not isinstance(value, list) or len(value) > 1
+
+
+_UNPACK = "give each sample a row of its own, which data.packing packs"
+
+
 class _Meaning(NamedTuple):
     """In which formats, and with which values, a column changes what a row means; its meaning; and what to do."""
 
@@ -159,6 +170,11 @@ _MEANINGS: dict[str, _Meaning] = {
         "changes how a chat is rendered",
         f"{_ALPACA}, or 'prompt_chat' for prompts",
     ),
+    # Of rows that other trainers packed: a model would attend from one sample to the sample before it.
+    "position_ids": _Meaning(
+        ("tokens",), _are_other_positions, "gives tokens other positions than 0, 1, 2, ..., as of packed rows", _UNPACK
+    ),
+    "seq_lengths": _Meaning(("tokens",), _are_several, "says that the row packs several samples", _UNPACK),
     "functions": _Meaning(CHATS, _is_given, "holds the tools of the chat", f"rename it to {TOOLS!r}"),
 }
 _SYNONYMS = {

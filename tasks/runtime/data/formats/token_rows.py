@@ -26,8 +26,16 @@ def token_document(row: Row) -> list[Document]:
         outside = int(ids.min() if ids.min() < 0 else ids.max())
         raise RowError(f"{row.where}: column {COLUMN!r} has {outside}, which is not a token id")
     targets = np.ones(ids.size, dtype=np.bool_)
-    if row.fields().get(MASK) is not None and not _of_length(row, MASK, ids.size).all():
-        raise RowError(f"{row.where}: column {MASK!r} hides tokens; remove the padding from {COLUMN!r}")
+    if row.fields().get(MASK) is not None:
+        mask = _of_length(row, MASK, ids.size)
+        if not mask.all():
+            raise RowError(f"{row.where}: column {MASK!r} hides tokens; remove the padding from {COLUMN!r}")
+        # As axolotl and LLaMA-Factory number packed samples.
+        if (mask != 1).any():
+            raise RowError(
+                f"{row.where}: column {MASK!r} has {mask.max()}: its numbers say that the row packs several samples; "
+                "give each sample a row of its own, which data.packing packs"
+            )
     if row.fields().get(LABELS) is not None:
         labels = _of_length(row, LABELS, ids.size)
         targets = labels != _IGNORE_INDEX

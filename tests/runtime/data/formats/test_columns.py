@@ -160,6 +160,13 @@ def test_a_column_that_changes_what_a_row_means_is_refused(
     assert _documents(prepared([plain], objective)) == _documents(data)
 
 
+def test_token_ids_of_one_sample_are_taken_with_their_positions(prepared: Prepare) -> None:
+    one = {"input_ids": [1, 50, 51, 2], "position_ids": [0, 1, 2, 3], "seq_lengths": [4], "attention_mask": [1] * 4}
+    assert prepared([one]).manifest.samples_used == 1
+    with pytest.raises(ValueError, match=r"line 2: column 'seq_lengths' .*; it says that the row packs"):
+        prepared([one, {**one, "seq_lengths": [2, 2]}])
+
+
 def test_values_that_change_nothing_are_taken(prepared: Prepare) -> None:
     row = {**PAIR, "label": True, "weight": 1, "system": None, "input": "", "history": [], "train": True, "masks": None}
     assert prepared([row]).manifest.samples_used == 1
