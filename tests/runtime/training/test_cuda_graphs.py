@@ -189,8 +189,14 @@ RUNS = {
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "sections"), RUNS.items(), ids=RUNS)
 def test_on_a_gpu_losses_have_the_bits_of_a_run_without(output, kind, sections, caplog, monkeypatch):
-    # FP8 is slower than bf16 at these sizes.
-    monkeypatch.setattr(float8, "_slow_layers", lambda *arguments: [])
+    # FP8 is slower than bf16 at these sizes, and layers that are would be exact.
+    float8_layers = []
+
+    def none_is_slow(layers, *arguments):
+        float8_layers.append(layers.keys())
+        return []
+
+    monkeypatch.setattr(float8, "_slow_layers", none_is_slow)
     if "adapter" in sections:
         sections = {**sections, "model": {"name": str(save_pretrained(output / "pretrained")), "dtype": "bfloat16"}}
     training = {"deterministic": "compile" not in sections.get("training", {}), **sections.get("training", {})}
@@ -211,6 +217,8 @@ def test_on_a_gpu_losses_have_the_bits_of_a_run_without(output, kind, sections, 
     # Not the first ones, nor the first of a shape.
     assert len(replays) > STEPS
     assert curve(with_graphs) == curve(without)
+    # Both runs are asked about the same layers, if they train in FP8.
+    assert len(float8_layers) == (2 if "float8" in training else 0) and all(float8_layers)
 
 
 @pytest.mark.gpu
