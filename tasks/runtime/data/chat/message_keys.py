@@ -77,9 +77,11 @@ def unread_kwargs(row_format: Format, data: Data, rows: Sequence[Row]) -> list[s
     return [name for name in found if name not in read]
 
 
-def unknown_roles(row_format: Format, columns: tuple[str, ...], data: Data, rows: Sequence[Row]) -> str:
-    """The error message of the roles in `rows` that neither `data.roles` nor the chat template knows; empty without."""
-    sources = [row_format.templates] if isinstance(row_format.templates, str) else (row_format.templates or {}).values()
+def unknown_roles(
+    templates: str | dict[str, str] | None, columns: tuple[str, ...], data: Data, rows: Sequence[Row]
+) -> str:
+    """The error message of the roles in `rows` that neither `data.roles` nor a chat template knows; empty without."""
+    sources = [templates] if isinstance(templates, str) else (templates or {}).values()
     known, seen = known_roles(data), set[str]()
     # By name, how and where it is written first.
     unknown: dict[str, str] = {}

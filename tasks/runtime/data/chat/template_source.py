@@ -43,6 +43,12 @@ def resolve_template(name: str | None, tokenizer: PreTrainedTokenizerBase, *, to
                 f"data.chat_template {name!r} needs the special tokens {', '.join(missing_tokens)}, which the "
                 "tokenizer lacks; leave it out to use the tokenizer's own template, or give a .jinja file"
             )
+    return template_text(name)
+
+
+def template_text(name: str) -> str:
+    """The Jinja source of a built-in template or of a .jinja file. Raises ValueError if the file cannot be read."""
+    if name in NAMED_TEMPLATES:
         return (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     return read_template(readable_template(name), name)
 

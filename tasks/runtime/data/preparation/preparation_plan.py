@@ -21,6 +21,7 @@ from tasks.runtime.data.chat.json_chat import forms_of_key
 from tasks.runtime.data.chat.message_keys import unknown_roles, unread_keys, unread_kwargs
 from tasks.runtime.data.chat.special_tokens import texts_in
 from tasks.runtime.data.chat.template_kwargs import COLUMN as TEMPLATE_KWARGS
+from tasks.runtime.data.chat.template_source import template_text
 from tasks.runtime.data.chat.tools import COLUMN as TOOLS
 from tasks.runtime.data.formats.columns import CHATS, PROMPTS, Unread, columns_of, keys_in, optional_columns
 from tasks.runtime.data.formats.format_choice import choose_format
@@ -33,7 +34,7 @@ from tasks.runtime.data.media.media_processor import processor_of
 from tasks.runtime.data.preparation.encode_rows import Report, raise_unless_skipping
 from tasks.runtime.data.preparation.parts import PART_BYTES, Part, Piece, divide
 from tasks.runtime.data.preparation.prepare_part import numbered_rows
-from tasks.runtime.data.preparation.tokenizer import load_tokenizer, train_tokenizer
+from tasks.runtime.data.preparation.tokenizer import TRAINED_TEMPLATE, load_tokenizer, train_tokenizer
 from tasks.runtime.data.preparation.validation import uniform
 from tasks.runtime.data.prepared_manifest import PLAN_KIND
 from tasks.runtime.data.reading.readers import Span
@@ -148,7 +149,7 @@ def make_plan(
     # They are passed to the template with the messages that a class of the user's makes.
     passed = (TOOLS, TEMPLATE_KWARGS) if is_own_chat(recipe.data) else ()
     _report_unread(recipe, Unread(name, (*columns, *passed), recipe.data, score, teacher), name, first, report)
-    tokenizer = _tokenizer(recipe, source, parts, name, columns, report)
+    tokenizer = _tokenizer(recipe, source, parts, name, columns, first, report)
     processor = processor_of(recipe, tokenizer)
     row_format = make_format(name, columns, tokenizer, recipe.data, first, score, processor, teacher)
     if recipe.data.chat_template and row_format.templates is None:
@@ -156,11 +157,8 @@ def make_plan(
     if recipe.data.format == "alpaca" and have_messages(columns, first, recipe.data):
         report(f"{source.name}: messages as JSON are read as text, by data.format 'alpaca'")
     _report_mapping(recipe, source, name, columns, first)
-    # In format alpaca, messages as JSON are text.
-    mapped = name in CHATS and name != "alpaca"
-    if mapped and (problem := unknown_roles(row_format, columns, recipe.data, first)):
-        raise_unless_skipping(recipe, RowError(problem))
-        warnings.warn(problem, stacklevel=4)
+    if not recipe.trains_tokenizer:
+        _require_roles(recipe, row_format.templates, name, columns, first)
     if left := unread_keys(row_format, columns, tokenizer, recipe.data, first):
         report(f"keys of messages that the chat template does not read: {', '.join(left)}")
     if left := unread_kwargs(row_format, recipe.data, first):
@@ -232,6 +230,17 @@ def _report_mapping(recipe: DataRecipe, source: Source, name: str, columns: tupl
         warnings.warn(f"data.message_keys: {found}", stacklevel=5)
 
 
+def _require_roles(
+    recipe: DataRecipe, templates: str | dict[str, str] | None, name: str, columns: tuple[str, ...], first: list[Row]
+) -> None:
+    """Raise ValueError with all unknown roles of the first rows, or warn of them if such rows are skipped."""
+    # In format alpaca, messages as JSON are text.
+    mapped = name in CHATS and name != "alpaca"
+    if mapped and (problem := unknown_roles(templates, columns, recipe.data, first)):
+        raise_unless_skipping(recipe, RowError(problem))
+        warnings.warn(problem, stacklevel=5)
+
+
 def _missing_keys(data: Data, first: list[Row]) -> list[str]:
     """Keys of `data.message_keys` that no message has, be it one of a JSON text."""
     known = keys_in([row.values for row in first])
@@ -241,13 +250,19 @@ def _missing_keys(data: Data, first: list[Row]) -> list[str]:
 
 
 def _tokenizer(
-    recipe: DataRecipe, source: Source, parts: list[Part], name: str, columns: tuple[str, ...], report: Report
+    recipe: DataRecipe,
+    source: Source,
+    parts: list[Part],
+    name: str,
+    columns: tuple[str, ...],
+    first: list[Row],
+    report: Report,
 ) -> PreTrainedTokenizerBase:
     if not recipe.trains_tokenizer:
         return load_tokenizer(recipe)
     report("training a tokenizer on the data")
     if not recipe.tokenizer_data:
-        return train_tokenizer(_training_texts(recipe, _rows(parts, source, recipe), name, columns))
+        return train_tokenizer(_training_texts(recipe, _rows(parts, source, recipe), name, columns, first))
     texts = [_texts_of(recipe.model_copy(update={"data": data})) for data in recipe.tokenizer_data]
     # In turns: the first source may have more text than is read.
     return train_tokenizer(text for turn in zip_longest(*texts) for text in turn if text is not None)
@@ -261,17 +276,21 @@ def _texts_of(recipe: DataRecipe) -> Iterator[str]:
     """Texts of the training split of a recipe's source."""
     source = open_source(recipe)
     parts = divide(source, max_samples=recipe.data.max_samples, seed=recipe.seed, part_bytes=PART_BYTES)
-    name, columns = choose_format(recipe, _first(row for _, row in _rows(parts, source, recipe)))
-    return _training_texts(recipe, _rows(parts, source, recipe), name, columns)
+    first = _first(row for _, row in _rows(parts, source, recipe))
+    name, columns = choose_format(recipe, first)
+    return _training_texts(recipe, _rows(parts, source, recipe), name, columns, first)
 
 
 def _training_texts(
-    recipe: DataRecipe, rows: Iterator[tuple[int, Row]], name: str, columns: tuple[str, ...]
+    recipe: DataRecipe, rows: Iterator[tuple[int, Row]], name: str, columns: tuple[str, ...], first: list[Row]
 ) -> Iterator[str]:
     """Texts of the training split. Skips invalid rows without counting them, which happens later.
 
     Plain texts are all taken: what is held out of them is known only when they are tokenized.
     """
+    if name in CHATS:
+        # Or the first row with an unknown role would end it.
+        _require_roles(recipe, template_text(recipe.data.chat_template or TRAINED_TEMPLATE), name, columns, first)
     for number, row in rows:
         if name != "text" and uniform(recipe.seed, number) < recipe.data.validation_fraction:
             continue

@@ -19,7 +19,9 @@ log = logging.getLogger(__name__)
 
 VOCABULARY_SIZE = 4096
 PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
-SPECIAL_TOKENS = (PAD, BOS, EOS, *NAMED_TEMPLATES["chatml"])
+TRAINED_TEMPLATE = "chatml"
+"""Chat template of a trained tokenizer, unless `data.chat_template` names another."""
+SPECIAL_TOKENS = (PAD, BOS, EOS, *NAMED_TEMPLATES[TRAINED_TEMPLATE])
 # The merges converge long before this much text; more text would only take longer.
 MAX_TRAINING_CHARACTERS = 50_000_000
 
@@ -107,7 +109,7 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
     )
-    fast.chat_template = resolve_template("chatml", fast)
+    fast.chat_template = resolve_template(TRAINED_TEMPLATE, fast)
     return fast
 
 

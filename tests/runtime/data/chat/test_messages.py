@@ -37,7 +37,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def prepared(tmp_path: Path, tokenizer: str) -> Prepare:
-    def run(rows: Any, settings: str = "", objective: str = "sft", name: str = "rows.jsonl") -> PreparedData:
+    def run(
+        rows: Any, settings: str = "", objective: str = "sft", name: str = "rows.jsonl", *, trains: bool = False
+    ) -> PreparedData:
         text = rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / name).write_text(text)
         data = {"source": str(tmp_path / name), "sequence_length": 512, "packing": False, "validation_fraction": 0.0}
@@ -45,7 +47,7 @@ def prepared(tmp_path: Path, tokenizer: str) -> Prepare:
             {
                 "data": data | (yaml.safe_load(settings) or {}),
                 "objective": {"type": objective},
-                "model": {"tokenizer": tokenizer},
+                "model": {} if trains else {"tokenizer": tokenizer},
             }
         )
         return prepare(DataRecipe.from_spec(spec, fingerprint(spec)), tmp_path / "out", report=print)
@@ -299,19 +301,22 @@ ROLES: dict[str, tuple[list[dict[str, Any]], str, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("trains", [False, True], ids=["", "trains a tokenizer"])
 @pytest.mark.parametrize(("rows", "settings", "problem"), ROLES.values(), ids=ROLES)
 def test_all_unknown_roles_of_the_first_rows_are_told_at_once(
-    rows: list[dict[str, Any]], settings: str, problem: str, prepared: Prepare
+    rows: list[dict[str, Any]], settings: str, problem: str, trains: bool, prepared: Prepare
 ) -> None:
     pattern = problem.replace("{", r"\{").replace("[", r"\[")
     with pytest.raises(ValueError, match=pattern):
-        prepared(rows, settings)
+        prepared(rows, settings, trains=trains)
 
 
-def test_unknown_roles_of_rows_that_are_skipped_are_warned_of(prepared: Prepare) -> None:
-    rows = [{"messages": [{**TALK[1], "role": "buyer"}, TALK[2]]}, {"messages": TALK}]
-    with pytest.warns(UserWarning, match=r"line 1: message 1: role is 'buyer', .*, such as \{user: \['buyer'"):
-        data = prepared(rows, "{invalid: skip}")
+@pytest.mark.parametrize("trains", [False, True], ids=["", "trains a tokenizer"])
+def test_unknown_roles_of_rows_that_are_skipped_are_warned_of(trains: bool, prepared: Prepare) -> None:
+    rows = [{"messages": [{**TALK[1], "role": "buyer"}, TALK[2]]}, {"messages": [TALK[1], TALK[2]]}]
+    with pytest.warns(UserWarning, match=r"line 1: message 1: role is 'buyer', .*, such as \{user: \['buyer'") as told:
+        data = prepared(rows, "{invalid: skip}", trains=trains)
+    assert len(told) == 1
     assert (data.manifest.samples_used, data.manifest.skipped["invalid"]) == (1, 1)
 
 
