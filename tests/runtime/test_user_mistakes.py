@@ -293,7 +293,10 @@ MODELS = {
         torn_weights,
         r"model\.name '.*model' cannot be read: .*; give the name of a model on the Hub, or a",
     ),
-    "pickled-weights": (pickled_weights, r"model\.name '.*model' cannot be read: .*no file named model\.safetensors"),
+    "pickled-weights": (
+        pickled_weights,
+        r"model\.name '.*model' cannot be read: .*no file named model\.safetensors.* and weights as safetensors$",
+    ),
     "architecture": (other_architecture, r"model\.name '.*model'.* cannot .*unheard-of"),
     "few-embeddings": (
         few_embeddings,

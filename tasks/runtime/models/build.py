@@ -33,7 +33,7 @@ from tasks.runtime.models.config import attention_of, load_config, model_dtype
 from tasks.runtime.models.media.cross_attention import attend_to_own_images
 from tasks.runtime.models.media.image_masks import mask_images
 from tasks.runtime.models.media.multimodal import beyond_text
-from tasks.runtime.models.pretrained import load_pretrained
+from tasks.runtime.models.pretrained import advising_random_weights, load_pretrained
 from tasks.runtime.models.score_head import class_of, head_of, scores
 from tasks.runtime.models.shared_loss import share_loss
 from tasks.runtime.optim.parameter_names import names_of, select
@@ -71,14 +71,16 @@ def build_model(
     if settings.from_scratch and not weights:
         model = _random_model(settings, seed, dtype)
     else:
-        model = load_pretrained(
-            weights or settings.name,
-            head=settings.head,
-            seed=seed,
-            revision=None if weights else settings.revision,
-            dtype=dtype,
-            attn_implementation=attention_of(settings),
-        )
+        source, revision = (weights, None) if weights else (settings.name, settings.revision)
+        with advising_random_weights(source, revision):
+            model = load_pretrained(
+                source,
+                head=settings.head,
+                seed=seed,
+                revision=revision,
+                dtype=dtype,
+                attn_implementation=attention_of(settings),
+            )
         _freeze_as_the_class_does(model)
         if settings.add_special_tokens and not weights:
             _resize_embeddings(model, load_config(settings).get_text_config().vocab_size, seed)

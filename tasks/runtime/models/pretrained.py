@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedModel
 
@@ -32,6 +33,8 @@ _NO_CLASS = re.compile(
 )
 # Names of tensors that an error lists.
 _SHOWN = 3
+# Files of weights, be they of another framework, and the lists of their parts.
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf"}
 
 
 def load_pretrained(
@@ -140,6 +143,31 @@ def readable(source: str) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def advising_random_weights(source: str, revision: str | None = None) -> Iterator[None]:
+    """Add to the error of a `model.name` without any weights that it can be trained from scratch."""
+    try:
+        yield
+    except ValueError as error:
+        # transformers did not find a file.
+        if isinstance(error.__cause__, OSError) and _has_no_weights(source, revision):
+            raise ValueError(f"{error}; to train from scratch, set model.init to 'random'") from error
+        raise
+
+
+def _has_no_weights(source: str, revision: str | None) -> bool:
+    """Whether a folder, or a model on the Hub, has no file of weights. False where the Hub does not tell."""
+    if Path(source).is_dir():
+        names = [path.name for path in Path(source).iterdir()]
+    else:
+        try:
+            names = HfApi().list_repo_files(source, revision=revision)
+        # The client's errors have no common base class, and it was asked for advice alone.
+        except Exception:
+            return False
+    return _WEIGHTS.isdisjoint(suffix for name in names for suffix in Path(name).suffixes)
+
+
 def require_complete_weights(model: Model, objective: Objective) -> None:
     """Raises ValueError if the weights in a local folder are not those of its model. Reads headers only.
 
@@ -156,10 +184,9 @@ def require_complete_weights(model: Model, objective: Objective) -> None:
     for field, (folder, options) in folders.items():
         if folder is not None and Path(folder).is_dir():
             try:
-                load_pretrained(folder, device_map="meta", **options)
+                with advising_random_weights(folder) if field == "model.name" else nullcontext():
+                    load_pretrained(folder, device_map="meta", **options)
             except ValueError as error:
-                if field == "model.name" and "no file named model.safetensors" in str(error):
-                    raise ValueError(f"{error}; to train from scratch, set model.init to 'random'") from error
                 if field == "model.name":
                     raise
                 raise ValueError(f"{field}: {error}") from error

@@ -8,7 +8,10 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from strata_platform.spec import RunSpec
+from strata_platform.spec.sections.model import Model
 from tasks.runtime.export import check_folder
+from tasks.runtime.models import pretrained
+from tasks.runtime.models.build import build_model
 from tasks.runtime.models.pretrained import load_pretrained, require_complete_weights
 
 SIZES = {"vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 1}
@@ -59,6 +62,42 @@ def test_every_difference_is_told_at_once(tmp_path):
         "[65, 8]). Correct config.json, or fetch the folder's files again; a run would train random values or leave "
         "weights out"
     )
+
+
+ADVICE = "; to train from scratch, set model.init to 'random'"
+
+
+@pytest.mark.parametrize(
+    ("names", "advised"),
+    [
+        (["config.json", "tokenizer.json"], True),
+        (["config.json", "pytorch_model.bin"], False),
+        (["config.json", "model.safetensors.index.json"], False),
+        (["config.json", "Model-Q4_K_M.gguf"], False),
+        (["config.json", "flax_model.msgpack"], False),
+    ],
+    ids=lambda value: value[1] if isinstance(value, list) else "",
+)
+@pytest.mark.parametrize("on_the_hub", [False, True], ids=["folder", "Hub"])
+def test_a_model_without_any_weights_may_be_trained_from_scratch(tmp_path, monkeypatch, names, advised, on_the_hub):
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    monkeypatch.setattr(pretrained.HfApi, "list_repo_files", lambda self, name, revision: names)
+
+    def lacks_a_file(*arguments, **options):
+        raise OSError("in other words")
+
+    monkeypatch.setattr(pretrained.AutoConfig, "from_pretrained", lacks_a_file)
+    spec = RunSpec(model={"name": "acme/model" if on_the_hub else str(tmp_path)}, data={"source": "a.jsonl"})
+    for ask in (build_model, require_complete_weights)[: 1 if on_the_hub else 2]:
+        with pytest.raises(ValueError, match="in other words") as caught:
+            ask(spec.model, spec.seed if ask is build_model else spec.objective)
+        assert str(caught.value).endswith(ADVICE) is advised
+
+
+def test_a_hub_that_lists_no_files_gives_no_advice():
+    with pytest.raises(ValueError, match=r"model\.name 'acme/model' cannot be read: .* weights as safetensors$"):
+        build_model(Model(name="acme/model"), 0)
 
 
 def test_layers_that_are_cut_off_are_extra_tensors(tmp_path):
