@@ -2,19 +2,19 @@
 
 JSON of messages counts as messages, which a question and its answer are not: format alpaca makes a chat of their texts.
 There, and of objects that look like messages but have other keys, JSON is learned as text only if `data.format` says
-so. Other JSON is text.
+so. In columns that are read as text alone, it is text with a warning. Other JSON is text.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from strata_platform.spec.sections.data import Data
 from tasks.runtime.data.chat.json_chat import is_json_chat, keys_of_no_chat
 from tasks.runtime.data.chat.messages import is_text, is_transcript
-from tasks.runtime.data.formats.columns import INPUTS, PREFERENCES
+from tasks.runtime.data.formats.columns import CHATS, INPUTS, PREFERENCES, optional_columns, system_columns
 from tasks.runtime.data.reading.rows import Row, RowError
 
 TEXTS = ("prompt_completion", "prompt", "preference")
@@ -35,6 +35,30 @@ def have_messages(columns: Iterable[str], rows: Iterable[Row], data: Data) -> bo
     """Whether a column of some row holds messages, or their JSON: these are what `data.message_keys` is for."""
     values = [row.values.get(column) for row in rows if isinstance(row.values, dict) for column in columns]
     return any(isinstance(value, list | dict) or is_json_chat(value, data) for value in values)
+
+
+def json_read_as_text(name: str, columns: tuple[str, ...], rows: Sequence[Row], data: Data) -> Iterator[str]:
+    """For each column of some rows that holds the JSON of messages, but is read as text: a warning with the way out.
+
+    name: of the format.
+    """
+    ways_out: dict[str, str] = {}
+    if data.template is not None:
+        read = dict.fromkeys((*columns[:-1], *optional_columns(name, columns, data)))
+        ways_out = dict.fromkeys(read, "is text for data.template; to read messages, leave data.template out")
+    elif name == "text" and data.format == "auto":
+        ways_out[columns[0]] = (
+            f"is learned as text; to read messages, set data.format to 'chat' and data.messages_column to "
+            f"{columns[0]!r}; if text is meant, set data.format to 'text'"
+        )
+    elif name in CHATS:
+        system = [column for column in system_columns(data) if column not in (*columns, *data.ignore_columns)]
+        ways_out = dict.fromkeys(system, "is the text of a system message; give the content of the message instead")
+    for column, way_out in ways_out.items():
+        for row in rows:
+            if isinstance(row.values, dict) and is_json_chat(row.values.get(column), data):
+                yield f"{row.where}: column {column!r} holds the JSON of messages, which {way_out}"
+                break
 
 
 def require_known_objects(name: str, columns: tuple[str, ...], row: Row, data: Data) -> None:

@@ -27,7 +27,7 @@ from tasks.runtime.data.formats.columns import CHATS, PROMPTS, Unread, columns_o
 from tasks.runtime.data.formats.format_choice import choose_format
 from tasks.runtime.data.formats.known_formats import Format, make_format, raw_text
 from tasks.runtime.data.formats.own_format import is_own, is_own_chat, own_digest
-from tasks.runtime.data.formats.row_kind import have_messages
+from tasks.runtime.data.formats.row_kind import have_messages, json_read_as_text
 from tasks.runtime.data.formats.scores import score_column
 from tasks.runtime.data.formats.teacher_columns import teacher_columns
 from tasks.runtime.data.media.media_processor import processor_of
@@ -156,6 +156,8 @@ def make_plan(
         warnings.warn(f"data.chat_template has no effect on {source.name}, whose format is {name}", stacklevel=4)
     if recipe.data.format == "alpaca" and have_messages(columns, first, recipe.data):
         report(f"{source.name}: messages as JSON are read as text, by data.format 'alpaca'")
+    for read_as_text in json_read_as_text(name, columns, first, recipe.data):
+        warnings.warn(read_as_text, stacklevel=4)
     _report_mapping(recipe, source, name, columns, first)
     if not recipe.trains_tokenizer:
         _require_roles(recipe, row_format.templates, name, columns, first)

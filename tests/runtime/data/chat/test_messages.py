@@ -320,6 +320,39 @@ def test_unknown_roles_of_rows_that_are_skipped_are_warned_of(trains: bool, prep
     assert (data.manifest.samples_used, data.manifest.skipped["invalid"]) == (1, 1)
 
 
+JSON = json.dumps(TALK[1:3])
+READ_AS_TEXT = {
+    "pretrain": ({"text": JSON}, "", "column 'text' .* set data.format to 'chat' and data.messages_column to 'text'"),
+    "system": ({"system": JSON, "messages": TALK[1:3]}, "", "column 'system' .* is the text of a system message; give"),
+    "template": (
+        {"question": "2 + 2?", "past": JSON, "answer": "4"}, "{template: '{{ past }}{{ question }}'}",
+        "column 'past' .* is text for data.template; to read messages, leave data.template out",
+    ),
+    "alpaca": (
+        {"instruction": "2 + 2?", "input": JSON, "output": "4"}, "{template: alpaca}",
+        "column 'input' .* is text for data.template",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "settings", "told"), READ_AS_TEXT.values(), ids=READ_AS_TEXT)
+@pytest.mark.filterwarnings("ignore:half of the documents")
+def test_messages_as_json_that_are_read_as_text_are_warned_of(
+    row: dict[str, Any], settings: str, told: str, prepared: Prepare
+) -> None:
+    objective = "pretrain" if "text" in row else "sft"
+    plain = {name: "2 + 2 = 4" if value == JSON else value for name, value in row.items()}
+    prepared([plain], settings, objective)
+    with pytest.warns(UserWarning, match=f"line 2: {told}"):
+        prepared([plain, row], settings, objective)
+
+
+def test_messages_as_json_in_a_text_are_read_as_told(prepared: Prepare) -> None:
+    chat = prepared([{"messages": TALK[1:3]}])
+    assert _rows(prepared([{"text": JSON}], "{format: chat, messages_column: text}", "pretrain")) == _rows(chat)
+    assert prepared([{"text": JSON}], "{format: text}", "pretrain").manifest.samples_used == 1
+
+
 def test_a_chat_without_a_message_that_carries_loss_is_told_with_its_roles(prepared: Prepare) -> None:
     chat = [TALK[1], {**TALK[2], "role": "gpt", "weight": 0}, TALK[3], TALK[4]]
     problem = "line 1: none of its messages carries loss; their roles are user, assistant of weight 0, tool$"
