@@ -9,6 +9,7 @@ from typing import Any
 
 from tasks.runtime import checkpoint
 from tasks.runtime.data import PreparedData
+from tasks.runtime.models.initial_weights import require_initial_weights
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.runtime.training.completion import final_checkpoint
@@ -38,6 +39,8 @@ def find_resume_point(run: Session, data: PreparedData, steps: int) -> tuple[Pat
             "a package changed. Restore them, or the folder of "
             f"the prepared data, to continue that run, choose another name, or remove {run.folder.root}"
         )
+    if latest:
+        require_initial_weights(run.spec, checkpoint.metadata_of(latest))
     done = checkpoint.step_of(latest) if latest else 0
     if (not latest or is_over(run, latest, steps)) and run.folder.record.exists():
         record = CompletionRecord.load(run.folder.record)

@@ -1,0 +1,58 @@
+"""A run of the whole model is not continued, nor complete, for other initial weights than it began with."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from strata_platform.spec import RunSpec
+from tasks.runtime.models.initial_weights import initial_weights
+from tests.runtime.helpers.comparable_runs import SAVED, curve, make_spec
+from tests.runtime.helpers.pretrained_folder import save_pretrained
+from tests.runtime.helpers.train_only import train_spec
+
+pytestmark = pytest.mark.usefixtures("narrowed")
+
+
+@pytest.fixture(scope="module")
+def run(output):
+    save_pretrained(output / "pretrained")
+    values = make_spec(output, "whole", "torch", "single", 1).model_dump()
+    values["model"] |= {"name": str(output / "pretrained"), "dtype": "float32"}
+    spec = RunSpec.model_validate(values)
+    train_spec(spec)
+    return spec, curve(spec)
+
+
+def saved(spec, dtype=torch.float32, **options):
+    """The folder's model, to change; what is returned saves it."""
+    model = AutoModelForCausalLM.from_pretrained(spec.model.name, dtype=dtype)
+    return model, lambda: model.save_pretrained(spec.model.name, **options)
+
+
+def test_the_last_row_of_one_matrix_is_told_apart(run):
+    spec, expected = run
+    model, save = saved(spec)
+    weight = model.model.layers[1].mlp.up_proj.weight.data
+    weight[-1, 0] += 1
+    save()
+    # Interrupted after step `SAVED`, and complete.
+    for step in (None, SAVED):
+        with pytest.raises(ValueError, match=r"model\.name '.*pretrained' has other weights than .* another name"):
+            train_spec(spec, step)
+    weight[-1, 0] -= 1
+    save()
+    assert train_spec(spec).status == "complete"
+    assert curve(spec) == expected
+
+
+def test_files_and_dtype_are_of_no_account(run, output):
+    spec, _ = run
+    before = initial_weights(spec)
+    _, save = saved(spec, torch.bfloat16, max_shard_size="200KB")
+    save()
+    (output / "pretrained" / "model.safetensors").unlink()
+    assert before and initial_weights(spec) == before
+
+
+def test_a_preset_and_an_adapter_have_no_digest(run, output):
+    assert initial_weights(RunSpec()) == initial_weights(make_spec(output, "lora", "torch", "single", 1, "lora")) == {}
