@@ -92,7 +92,23 @@ def load_pretrained(
             f"{'; '.join(filter(None, differences))}. Correct config.json, or fetch the folder's files again; a run "
             "would train random values or leave weights out"
         )
+    _require_tied(model, source)
     return model
+
+
+def _require_tied(model: PreTrainedModel, source: str) -> None:
+    """Raises ValueError if the weights have values of their own for what config.json ties.
+
+    transformers leaves these untied. A model that is built of config.json alone, as by other ranks, a resumed run and
+    the export, has one tensor for both.
+    """
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+    apart = [f"{name} to {tied[name]}" for name in sorted(tied.keys() - model.all_tied_weights_keys.keys())]
+    if apart:
+        raise ValueError(
+            f"model.name {source!r}: its config.json ties {', '.join(apart)}, but its weights have other values for "
+            "each; set tie_word_embeddings to false in config.json if both are meant, or remove the tensor that is not"
+        )
 
 
 def _listed(names: list[str], meaning: str) -> str:

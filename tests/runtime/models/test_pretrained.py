@@ -49,6 +49,18 @@ def test_tied_and_ignored_tensors_are_no_problem(tmp_path):
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+def test_a_head_of_its_own_that_the_config_ties_is_refused(tmp_path):
+    """transformers would train it, but what is built of config.json has none: the export would be another model."""
+    save(tmp_path, tied=True)
+    embeddings = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    change(tmp_path, **{"lm_head.weight": embeddings.clone()})
+    assert load_pretrained(str(tmp_path)).config.tie_word_embeddings
+    change(tmp_path, **{"lm_head.weight": embeddings + 1})
+    told = r"config\.json ties lm_head\.weight to model\.embed_tokens\.weight, but .* set tie_word_embeddings to false"
+    with pytest.raises(ValueError, match=told):
+        load_pretrained(str(tmp_path))
+
+
 def test_every_difference_is_told_at_once(tmp_path):
     save(tmp_path, num_hidden_layers=3, vocab_size=65)
     change(tmp_path, **{"score.weight": torch.ones(2, 8), "v_head": torch.ones(1)})

@@ -48,6 +48,13 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "fan_in_fan_out": (False, True, None),
     "megatron_config": (None,),
     "trainable_token_indices": (None,),
+    # These change what the adapter computes: from some token on, or as a mixture of several.
+    "alora_invocation_tokens": (None,),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "use_bdlora": (None, False),
+    "use_qalora": (False, None),
 }
 # Names that an error lists.
 _SHOWN = 3
@@ -172,13 +179,25 @@ def load_initial_adapter(model: PreTrainedModel, settings: Adapter, base: Model)
         parameters |= {f"{_PREFIX}{path}.{name}": parameter for name, parameter in module.named_parameters()}
     with safe_open(str(folder / WEIGHTS), framework="pt") as file:
         fingerprint = (file.metadata() or {}).get(_BASE)
-    found = load_file(folder / WEIGHTS)
+    found = _without_frozen(load_file(folder / WEIGHTS), model)
     _require_same_tensors(found, {name: tuple(p.shape) for name, p in parameters.items()}, settings.init_from)
     if fingerprint is not None:
         require_base(base_fingerprint(model), fingerprint, base.name)
     for name, tensor in found.items():
         parameters[name].data.copy_(tensor)
     log.info("adapter: %d tensors of %s", len(found), settings.init_from)
+
+
+def _without_frozen(found: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
+    """The tensors of an adapter, without the model's own: PEFT writes embeddings beside their adapter."""
+    own = {
+        file_name(name): parameter for name, parameter in model.named_parameters() if name.endswith("base_layer.weight")
+    }
+    return {
+        name: tensor
+        for name, tensor in found.items()
+        if name not in own or not torch.equal(tensor.to(own[name].dtype), own[name])
+    }
 
 
 def _folder_of(name: str) -> Path:

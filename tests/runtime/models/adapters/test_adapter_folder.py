@@ -143,6 +143,23 @@ def test_a_run_starts_from_an_adapter_of_peft(folder, tmp_path):
         load_initial_adapter(ours, spec.adapter, spec.model)
 
 
+def test_a_run_starts_from_an_adapter_of_embeddings_of_peft(folder, tmp_path):
+    """PEFT writes the embeddings themselves, too."""
+    names = ["q_proj", "embed_tokens"]
+    torch.manual_seed(2)
+    config = LoraConfig(r=4, lora_alpha=32, target_modules=names, init_lora_weights=False)
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
+    theirs.save_pretrained(tmp_path, save_embedding_layers=True)
+    spec = spec_of(folder, target_modules=names, init_from=str(tmp_path))
+    ours = adapted(spec)
+    load_initial_adapter(ours, spec.adapter, spec.model)
+    torch.testing.assert_close(logits(ours), logits(theirs), rtol=1e-5, atol=1e-5)
+    # Embeddings that were trained before are another model's.
+    ours.get_input_embeddings().base_layer.weight.data[3, 0] += 1
+    with pytest.raises(ValueError, match=r"no place in this run's adapter \(.*embed_tokens\.base_layer\.weight\)"):
+        load_initial_adapter(ours, spec.adapter, spec.model)
+
+
 def test_modules_that_are_trained_whole_learn_with_what_is_tied_to_them(folder):
     model = adapted(spec_of(folder, modules_to_save=["lm_head"]))
     whole = {name for name, parameter in model.named_parameters() if parameter.requires_grad and "lora_" not in name}
@@ -177,6 +194,7 @@ def test_modules_that_cannot_be_trained_whole_are_refused(folder, settings, said
         ({"modules_to_save": ["norm"]}, {}, r"1 tensors are missing \(base_model\.model\.model\.norm\.weight\)"),
         ({}, {"peft_type": "IA3"}, r'peft_type "IA3" is not supported'),
         ({}, {"rank_pattern": {"q_proj": 2}}, r"rank_pattern .* is not supported"),
+        ({}, {"alora_invocation_tokens": [5, 6]}, r"alora_invocation_tokens \[5, 6\] is not supported"),
         ({"init_from": "/nowhere/at/all"}, {}, r"adapter\.init_from '/nowhere/at/all' is not a folder, and cannot"),
     ],
 )
