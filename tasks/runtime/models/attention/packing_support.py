@@ -35,6 +35,9 @@ _FIRST, _SECOND = 5, 4
 # Families that are known to support packing, so that the probe, a pass on the CPU, can be skipped.
 SUPPORTS_PACKING = frozenset(ROWS) - {"falcon_h1"} | {"mixtral", "qwen2_moe", "qwen3_moe"}
 
+# Kinds of RoPE whose frequencies depend on the length of the text.
+_SHARED_ROTATIONS = ("dynamic", "longrope")
+
 # Sizes of a small model.
 _SMALL = {
     "vocab_size": 64,
@@ -202,7 +205,10 @@ def supports_packing(model: PreTrainedModel) -> bool:
 
 
 def require_position_embeddings(model: Model, sequence_length: int) -> None:
-    """Raises ValueError if rows are longer than the model's learned position embeddings. Reads no weights."""
+    """Raises ValueError if rows are longer than the model's learned position embeddings; warns of a rotation that
+    depends on the batch. Reads no weights.
+    """
+    _warn_of_shared_rotation(model, sequence_length)
     most = getattr(load_config(model), "max_position_embeddings", None)
     if most is None or sequence_length <= most:
         return
@@ -212,6 +218,21 @@ def require_position_embeddings(model: Model, sequence_length: int) -> None:
             f"data.sequence_length {sequence_length} exceeds the {learned} learned positions of model.name "
             f"{model.name!r}; set data.sequence_length to {learned} or less"
         )
+
+
+def _warn_of_shared_rotation(model: Model, sequence_length: int) -> None:
+    """transformers chooses the frequencies of these kinds of RoPE by the largest position of a batch."""
+    config = load_config(model).get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") not in _SHARED_ROTATIONS:
+        return
+    most = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    if sequence_length > most:
+        log.warning(
+            "model.name %r: its RoPE of type %r rotates a whole batch by other frequencies once one of its samples, or "
+            "the padding of a row, has more than %d tokens. So losses depend on the samples in a batch; with "
+            "data.sequence_length up to %d they do not", model.name, rope["rope_type"], most, most,
+        )  # fmt: skip
 
 
 def learned_position_count(model: PreTrainedModel) -> int | None:

@@ -13,6 +13,7 @@ from transformers import (
     GptOssConfig,
     GraniteMoeConfig,
     Llama4TextConfig,
+    LlamaConfig,
     Mamba2Config,
     MambaConfig,
     Qwen3NextConfig,
@@ -216,3 +217,28 @@ def test_llama_4_is_packed_while_its_scale_is_one(tmp_path, length, packing, ref
     message = "scales attention by places in a row.* set data.sequence_length to at most 15, or data.packing to false"
     with pytest.raises(ValueError, match=message) if refused else nullcontext():
         require_planned_packing_support(spec)
+
+
+@pytest.mark.parametrize(
+    ("rope", "most"),
+    [
+        ({"rope_type": "dynamic", "factor": 4.0}, 128),
+        (
+            {
+                "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+                "original_max_position_embeddings": 32,
+            },
+            32,
+        ),
+        ({"rope_type": "default"}, None),
+    ],
+    ids=["dynamic", "longrope", "default"],
+)  # fmt: skip
+def test_a_rotation_that_depends_on_the_batch_is_told(rope, most, tmp_path, caplog):
+    config = LlamaConfig(**_SMALL, max_position_embeddings=128, rope_parameters={"rope_theta": 1e4, **rope})
+    config.save_pretrained(tmp_path)
+    model = Model(name=str(tmp_path))
+    require_position_embeddings(model, most or 4096)
+    assert "rotates a whole batch" not in caplog.text
+    require_position_embeddings(model, (most or 4096) + 1)
+    assert (f"has more than {most} tokens" in caplog.text) == ("rotates a whole batch" in caplog.text) == bool(most)
