@@ -1,6 +1,7 @@
 """Special tokens that a run adds are in its tokenizer, its embeddings, and in what it exports."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import fingerprint, prepare
 from tasks.runtime.export.export_model import export
+from tasks.runtime.models.adapters.lora import require_adapter
 from tasks.runtime.models.build import build_model, build_model_on_meta
 from tasks.runtime.models.trained_weights import collect_weights
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
@@ -57,6 +59,32 @@ def test_new_rows_begin_as_those_of_transformers(folder, output):
     assert all(torch.equal(a, b) for a, b in zip(base.parameters(), ours.parameters(), strict=True))
     shapes = [{name: p.shape for name, p in m.named_parameters()} for m in (ours, build_model_on_meta(spec.model))]
     assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize(
+    ("modules", "told"),
+    [
+        (["embed_tokens"], "leaves the head frozen, .* cannot learn to write them; add lm_head"),
+        (["lm_head"], "leaves the embeddings frozen, .* reads all of them as the same token; add embed_tokens"),
+        (["embed_tokens", "lm_head"], None),
+    ],
+)
+def test_rows_that_an_adapter_leaves_frozen_are_told(folder, output, caplog, modules, told):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.save_pretrained(output / "untied")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(output / "untied")
+    require_adapter(spec_of(output, output / "untied", "told", modules_to_save=modules))
+    assert re.search(told, caplog.text) if told else not caplog.text
+    # Tied weights are one.
+    caplog.clear()
+    require_adapter(spec_of(output, folder, "told", modules_to_save=modules))
+    assert not caplog.text
+    with pytest.raises(
+        ValueError, match=r"modules_to_save \['norm'\] leaves .* untrained; add embed_tokens and lm_head"
+    ):
+        require_adapter(spec_of(output, output / "untied", "told", modules_to_save=["norm"]))
 
 
 @pytest.mark.parametrize("adapter", [{}, {"r": 4, "modules_to_save": ["embed_tokens"]}], ids=["whole", "adapter"])

@@ -102,6 +102,7 @@ def require_adapter(spec: RunSpec) -> None:
         return
     model = build_model_on_meta(spec.model)
     _require_names(model, spec.adapter)
+    _require_new_rows(model, spec)
     renamed = _renamed(model.config.model_type)
     adapted = {path.rpartition(".")[2] for path in targets(model, spec.adapter)}
     if "adapter" in spec.export.formats and (clash := sorted(renamed.keys() & adapted)):
@@ -110,6 +111,31 @@ def require_adapter(spec: RunSpec) -> None:
             "experts, not for linear layers, and could not read it; set adapter.target_modules to other layers, such "
             "as those of the attention, or leave 'adapter' out"
         )
+
+
+def _require_new_rows(model: PreTrainedModel, spec: RunSpec) -> None:
+    """Raises ValueError if the adapter trains no row of new tokens; warns if it trains those of embeddings or head
+    alone.
+    """
+    settings = spec.adapter
+    if not spec.model.add_special_tokens or not isinstance(settings, Lora):
+        return
+    trained = {path for path, _ in saved_modules(model, settings)} | {*targets(model, settings)}
+    parts = {"embeddings": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+    named = {what: path for path, one in model.named_modules() for what, part in parts.items() if one is part}
+    frozen = {what: path for what, path in named.items() if path not in trained}
+    if frozen and len(frozen) == len(named):
+        raise ValueError(
+            f"adapter.modules_to_save {list(settings.modules_to_save)} leaves the rows of model.add_special_tokens "
+            f"untrained; add {' and '.join(path.rpartition('.')[2] for path in frozen.values())}"
+        )
+    cost = {"head": "cannot learn to write them", "embeddings": "reads all of them as the same token"}
+    for what, path in frozen.items():
+        log.warning(
+            "adapter.modules_to_save leaves the %s frozen, so the rows of model.add_special_tokens keep the mean of "
+            "the others there, and the model %s; add %s, unless it should not", what, cost[what],
+            path.rpartition(".")[2],
+        )  # fmt: skip
 
 
 def _renamed(model_type: str) -> dict[str, str]:
