@@ -351,12 +351,13 @@ def patch_for_training(model: PreTrainedModel, kernels: Kernels) -> PatchReport 
 
 
 def require_shared_loss(model: nn.Module) -> None:
-    """Raises ValueError unless the model computes its loss by transformers' `loss_function`.
+    """Raises ValueError unless the model computes its loss by transformers' `loss_function`, or scores texts.
 
-    Only that takes labels that are shifted already, and divides by the tokens of a whole step.
+    Only that takes labels that are shifted already, and divides by the tokens of a whole step. The loss of scores is
+    computed outside of the model.
     """
     cls = type(model)
-    if "loss_function" not in inspect.unwrap(cls.forward).__code__.co_names:
+    if not scores(model) and "loss_function" not in inspect.unwrap(cls.forward).__code__.co_names:
         raise ValueError(
             f"model.name: {cls.__name__} computes its loss with its own code, which ignores the number of tokens in a "
             "step; choose a causal language model that uses transformers' loss_function"

@@ -1,21 +1,30 @@
 """Reward models: the loss by hand, packed rows, and what is exported: transformers' own class gives the same scores."""
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPT2Config,
+    GPTNeoXConfig,
+)
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import collate, collate_flat, fingerprint, prepare
 from tasks.runtime.evaluation.evaluate_model import evaluate
 from tasks.runtime.export.export_model import export
+from tasks.runtime.models.attention.packing_support import require_packing_support
 from tasks.runtime.models.build import build_model
+from tasks.runtime.models.planned_model import require_kernels
 from tasks.runtime.models.score_head import require_score_head, score_positions
-from tasks.runtime.models.trained_weights import collect_weights
+from tasks.runtime.models.trained_weights import build_trained_model, collect_weights
 from tasks.runtime.objectives import build_objective
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tests.runtime.helpers.preference_pairs import PAIRS as ALL
@@ -134,6 +143,41 @@ def test_what_is_exported_scores_as_the_trained_model(output, adapter):
     score_positions(model)
     share = objective.micro_batch_loss(model, collate(rows), objective.count(collate(rows)))
     assert float(share.loss.detach()) == pytest.approx(record.eval_loss_after, rel=1e-4)
+
+
+OWN = {
+    "gpt2": GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=96),
+    "gpt_neox": GPTNeoXConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4),
+}
+
+
+@pytest.mark.parametrize("config", OWN.values(), ids=OWN)
+def test_families_whose_class_computes_a_loss_of_its_own_score_alike(output, config, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(output / "pretrained")
+    config = type(config).from_dict({**config.to_dict(), "vocab_size": len(tokenizer)})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    spec = make_spec(output, f"own-{config.model_type}".replace("_", "-"), model={"name": str(tmp_path / "base")})
+    require_kernels(spec.model, spec.kernels)
+    require_packing_support(build_model(spec.model, 0), spec)
+    record = train_spec(spec)
+    model = build_trained_model(spec, collect_weights(RunFolder.of(spec), spec.adapter, record)).eval()
+    model.config.pad_token_id = tokenizer.pad_token_id
+    losses = []
+    rows = data_of(spec).validation
+    for index in range(len(rows)):
+        row = rows[index]
+        starts = [*(row["position_ids"] == 0).nonzero().flatten().tolist(), row["position_ids"].numel()]
+        texts = [row["input_ids"][begin:end] for begin, end in pairwise(starts) if row["sides"][begin] != 0]
+        margins = row["margin"][row["position_ids"] == 0][: len(texts)]
+        with torch.no_grad():
+            found = [float(model(input_ids=text[None]).logits) for text in texts]
+        for number in range(0, len(found), 2):
+            chosen, rejected = found[number : number + 2]
+            losses.append(
+                -logsigmoid(torch.tensor(chosen - rejected) - margins[number]) + 0.1 * (chosen + rejected) ** 2
+            )
+    assert float(torch.stack(losses).mean()) == pytest.approx(record.evaluations[-1].loss, rel=1e-4)
 
 
 def test_a_resumed_run_computes_the_same_bits(output):

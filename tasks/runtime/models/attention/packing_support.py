@@ -27,6 +27,7 @@ from tasks.runtime.models.attention.recurrent_layers import needs_gpu, recurrent
 from tasks.runtime.models.build import build_model_on_meta, is_on_meta, support_packed_rows
 from tasks.runtime.models.config import load_config
 from tasks.runtime.models.media.multimodal import has_rope_index, is_multimodal
+from tasks.runtime.models.score_head import scores
 
 log = logging.getLogger(__name__)
 
@@ -194,7 +195,11 @@ def supports_packing(model: PreTrainedModel) -> bool:
         # Those in the text come first; a token that is no image's has the same in all three dimensions.
         positions = positions.expand(4, 1, -1)
     try:
-        states = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, _FIRST:]
+        # Of a model that scores texts, logits are those of whole rows.
+        scored = scores(model)
+        run = getattr(model, model.base_model_prefix) if scored else model
+        found = run(input_ids=tokens, position_ids=positions, use_cache=False)
+        states = (found.last_hidden_state if scored else found.logits)[:, _FIRST:]
         weights = torch.linspace(-1, 1, states.numel(), dtype=states.dtype, device=states.device).view_as(states)
         (gradient,) = torch.autograd.grad((states * weights).sum(), embedded)
     finally:

@@ -34,6 +34,7 @@ from tasks.runtime.models.attention.packing_support import (
     require_position_embeddings,
     supports_packing,
 )
+from tasks.runtime.models.build import build_model
 from tasks.runtime.objectives import build_objective
 from tasks.runtime.process.ranks import Processes
 from tests.kernels.test_patch import build
@@ -242,3 +243,12 @@ def test_a_rotation_that_depends_on_the_batch_is_told(rope, most, tmp_path, capl
     assert "rotates a whole batch" not in caplog.text
     require_position_embeddings(model, (most or 4096) + 1)
     assert (f"has more than {most} tokens" in caplog.text) == ("rotates a whole batch" in caplog.text) == bool(most)
+
+
+def test_the_texts_of_a_reward_model_are_probed(tmp_path):
+    """Its class has a score for a row, which no token of a second text is in."""
+    bloom().save_pretrained(tmp_path)
+    values = {"model": {"name": str(tmp_path)}, "data": {"source": "rows.jsonl"}, "objective": {"type": "reward"}}
+    spec = RunSpec.model_validate(values)
+    with pytest.raises(ValueError, match=r"objective\.type 'reward' puts both answers of a pair into one row.*mixes"):
+        require_packing_support(build_model(spec.model, 0), spec)
