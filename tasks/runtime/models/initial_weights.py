@@ -16,7 +16,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from strata_platform.spec import RunSpec
+from strata_platform.spec.run_spec import Adapter
+from strata_platform.spec.sections.model import Model
 
 # Key of the digest in a checkpoint's metadata.
 _KEY = "initial_weights"
@@ -24,13 +25,13 @@ _KEY = "initial_weights"
 _VALUES = 256
 
 
-def initial_weights(spec: RunSpec) -> dict[str, str]:
+def initial_weights(model: Model, adapter: Adapter) -> dict[str, str]:
     """Metadata for checkpoints: a digest of the names, shapes and some values of the weights in the folder.
 
     {} if the model is not in a local folder, or has an adapter, whose checkpoints have `base_fingerprint`.
     """
-    folder = Path(spec.model.name)
-    if spec.adapter.type != "none" or spec.model.from_scratch or not folder.is_dir():
+    folder = Path(model.name)
+    if adapter.type != "none" or model.from_scratch or not folder.is_dir():
         return {}
     whole, digest = folder / "model.safetensors", hashlib.sha256()
     # In the order of transformers, which reads no shards beside a whole file.
@@ -45,12 +46,12 @@ def initial_weights(spec: RunSpec) -> dict[str, str]:
     return {_KEY: digest.hexdigest()[:16]} if files else {}
 
 
-def require_initial_weights(spec: RunSpec, metadata: Mapping[str, Any]) -> None:
+def require_initial_weights(model: Model, adapter: Adapter, metadata: Mapping[str, Any]) -> None:
     """Raises ValueError if the folder has other weights than when the run of the checkpoint with `metadata` began."""
-    expected, found = metadata.get(_KEY), initial_weights(spec).get(_KEY)
+    expected, found = metadata.get(_KEY), initial_weights(model, adapter).get(_KEY)
     if None not in (expected, found) and expected != found:
         raise ValueError(
-            f"model.name {spec.model.name!r} has other weights than those that this run began with, and the run would "
+            f"model.name {model.name!r} has other weights than those that this run began with, and the run would "
             "not use them; restore them to continue, or choose another name to train from the new ones"
         )
 

@@ -237,7 +237,7 @@ def build_job(
             "spec_hash": run.spec.hash(),
             "data_hash": data.manifest.identities[0],
             "base": base,
-            **run.processes.on_main(lambda: initial_weights(run.spec)),
+            **run.processes.on_main(lambda: initial_weights(run.spec.model, run.spec.adapter)),
             **({AVERAGED_BY: run.spec.optimizer.betas[0]} if run.spec.optimizer.type == "schedule_free" else {}),
             **float8,
             **objective.metadata(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -102,7 +102,7 @@ def require_adapter(spec: RunSpec) -> None:
         return
     model = build_model_on_meta(spec.model)
     _require_names(model, spec.adapter)
-    _require_new_rows(model, spec)
+    _require_new_rows(model, spec.model.add_special_tokens, spec.adapter)
     renamed = _renamed(model.config.model_type)
     adapted = {path.rpartition(".")[2] for path in targets(model, spec.adapter)}
     if "adapter" in spec.export.formats and (clash := sorted(renamed.keys() & adapted)):
@@ -113,12 +113,11 @@ def require_adapter(spec: RunSpec) -> None:
         )
 
 
-def _require_new_rows(model: PreTrainedModel, spec: RunSpec) -> None:
+def _require_new_rows(model: PreTrainedModel, tokens: Sequence[str], settings: Lora) -> None:
     """Raises ValueError if the adapter trains no row of new tokens; warns if it trains those of embeddings or head
     alone.
     """
-    settings = spec.adapter
-    if not spec.model.add_special_tokens or not isinstance(settings, Lora):
+    if not tokens:
         return
     trained = {path for path, _ in saved_modules(model, settings)} | {*targets(model, settings)}
     parts = {"embeddings": model.get_input_embeddings(), "head": model.get_output_embeddings()}
