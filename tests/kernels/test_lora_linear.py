@@ -270,7 +270,7 @@ def test_a_product_of_low_rank_is_added_and_rounded_once(shape, transposed, othe
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(1,), (3, 1021), (0,)], ids=str)
+@pytest.mark.parametrize("shape", [(1,), (3, 1021), (5, 4099), (0,)], ids=str)
 def test_dropout_is_that_of_its_seed(shape, dtype, device, poisoned) -> None:
     x, base = torch.randn(2, *shape, device=device).to(dtype)
     seeds = [torch.randint(2**62, (1,), device=device) for _ in range(2)]
@@ -286,6 +286,17 @@ def test_dropout_is_that_of_its_seed(shape, dtype, device, poisoned) -> None:
     if x.numel() > 1000:
         assert 0.7 < keep.float().mean() < 0.8
         assert not torch.equal(keep, seeded_dropout(torch.ones_like(x), seeds[1], 0.25).bool())
+
+
+def test_whether_an_element_is_kept_says_nothing_of_others(device) -> None:
+    """As of independent draws: four standard deviations, at the distances at which a program repeats itself."""
+    n = 1 << 17
+    seed = torch.full((1,), 2**40 + 7, device=device)
+    keep = seeded_dropout(torch.ones(n, device=device), seed, 0.5).bool().double() - 0.5
+    assert abs(keep.mean()) < 4 * 0.5 / n**0.5
+    for distance in (1, 2, 4, 32, 256, 1024, 2048, 3072, 4096, 8192):
+        together = (keep[distance:] * keep[:-distance]).mean() / 0.25
+        assert abs(together) < 4 / (n - distance) ** 0.5, distance
 
 
 def test_gradients_with_dropout_are_those_of_masks_that_are_kept(device) -> None:

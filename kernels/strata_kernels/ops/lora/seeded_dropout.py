@@ -1,8 +1,9 @@
 """Dropout whose mask is a function of a seed, so that backward recomputes the mask instead of saving it.
 
-    keep(i) = uniform(seed, i) >= p          dropped = keep · x / (1 - p)
+    keep(i) = uniform(seed, i) >= p          dropped = keep · x · 1 / (1 - p)
 
-uniform is Philox as in `triton.language.rand`. Plain PyTorch uses a torch.Generator with the seed, so its mask differs.
+uniform is Philox, as `triton.language.randint4x`; each draw decides four elements. Plain PyTorch uses a torch.Generator
+with the seed, so its mask differs.
 
 Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011.
 """
@@ -18,20 +19,26 @@ from torch import Tensor
 from .._launch import launch, takes_kernel
 from .._operator import Operator, operator
 
-_BLOCK, _WARPS = 1024, 4
+# Elements of a program: four parts, one for each number that a call of Philox draws.
+_BLOCK, _WARPS = 4096, 4
 
 
 @triton.jit
 def seeded_dropout_kernel(p_x, p_base, p_y, p_seed, n, p, BLOCK: tl.constexpr):
     """y = dropout(x), plus base unless p_base is None; contiguous tensors of n elements."""
-    o_x = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    m = o_x < n
-    b_x = tl.load(p_x + o_x, mask=m, other=0.0).to(tl.float32)
-    b_keep = tl.rand(tl.load(p_seed), o_x) >= p
-    b_y = tl.where(b_keep, b_x / (1.0 - p), 0.0)
-    if p_base is not None:
-        b_y += tl.load(p_base + o_x, mask=m, other=0.0).to(tl.float32)
-    tl.store(p_y + o_x, b_y.to(p_y.dtype.element_ty), mask=m)
+    PART: tl.constexpr = BLOCK // 4
+    i_block = tl.program_id(0).to(tl.int64)
+    o_part = tl.arange(0, PART)
+    b_bits = tl.randint4x(tl.load(p_seed), i_block * PART + o_part)
+    scale = 1.0 / (1.0 - p)
+    for part in tl.static_range(4):
+        o_x = i_block * BLOCK + part * PART + o_part
+        m = o_x < n
+        b_x = tl.load(p_x + o_x, mask=m, other=0.0).to(tl.float32)
+        b_y = tl.where(tl.uint_to_uniform_float(b_bits[part]) >= p, b_x * scale, 0.0)
+        if p_base is not None:
+            b_y += tl.load(p_base + o_x, mask=m, other=0.0).to(tl.float32)
+        tl.store(p_y + o_x, b_y.to(p_y.dtype.element_ty), mask=m)
 
 
 @operator("seeded_dropout(Tensor x, Tensor? base, Tensor seed, float p) -> Tensor")
@@ -44,7 +51,7 @@ class _SeededDropout(Operator):
             # Reproducible on a CPU; on other devices, PyTorch's generator of the device.
             generator = torch.Generator(x.device).manual_seed(int(seed))
             keep = torch.rand(x.shape, generator=generator, device=x.device) >= p
-            y = torch.where(keep, x / (1 - p), 0)
+            y = torch.where(keep, x * (1 / (1 - p)), 0)
             return y if base is None else y + base
         y = torch.empty_like(x)
         launch(
