@@ -54,6 +54,8 @@ from tasks.runtime.training.train import build_job
 # By the length of rows: steps to train, and how many of the first are left out of the speed. They compile, and capture
 # CUDA graphs. Of the longest rows a step takes minutes, beside which that is little.
 STEPS = {0: (12, 8), 32768: (3, 1), 262144: (1, 0)}
+# Of a model that trains with CUDA graphs, which are captured for one shape of a batch after the other.
+GRAPH_STEPS = (60, 40)
 
 _WIDE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
 _COMMON = {"model_type": "llama", "vocab_size": 128256, "rope_theta": 500000.0, "max_position_embeddings": 8192}
@@ -135,6 +137,8 @@ class Run:
     @property
     def steps(self) -> tuple[int, int]:
         """Steps to train, and how many of the first are not timed."""
+        if self.shape == "0.6b":
+            return GRAPH_STEPS
         length = self.fields.get("data.sequence_length", 0)
         return STEPS[max(shortest for shortest in STEPS if shortest <= length)]
 
@@ -183,6 +187,9 @@ _GRAPHS: tuple[dict[str, Any], ...] = (
     {"training__compile": True, "training__cuda_graphs": False},
     {"adapter__type": "lora"},
     {"adapter__type": "lora", "training__cuda_graphs": False},
+    {"adapter__type": "lora", "adapter__lora_dropout": 0.05},
+    {"training__gradient_accumulation_steps": 32},
+    {"training__gradient_accumulation_steps": 32, "training__gradient_accumulation_dtype": "bfloat16"},
 )
 _IN_BACKWARD = {"optimizer__in_backward": True, "optimizer__max_grad_norm": 0}
 _OFFLOADED = {"training__activation_offloading": True, **_IN_BACKWARD}

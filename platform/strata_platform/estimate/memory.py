@@ -69,12 +69,18 @@ def memory_of(work: Workload) -> Memory:
         gradients /= shape.layers
     # The embedding gets its gradient last, when the activations of all layers are gone.
     table = 0.0 if work.lora or on_host else shape.table_parameters * work.weight_bytes / work.shards
+    within, after = gradients - (0.0 if shape.tied else min(table, gradients)), gradients
+    after += table if shape.tied else 0.0
+    if work.sums_in_float32:
+        # They exist in all passes but the last, DDP's buckets beside them. The embedding's gradient is added last.
+        before = within = gradients * 4 / work.weight_bytes + (gradients if work.parallel.type == "ddp" else 0.0)
+        after = before + table
     head, root = _unreduced_gradients(work)
     moments = (
         (before, held, _loss(work), gathered),
         (before, held + working, _kept_by_loss(work), gathered),
-        (gradients - (0.0 if shape.tied else min(table, gradients)), mask + working, head, gathered),
-        (gradients + (table if shape.tied else 0.0), 0.0, root, _gathered_root(work)),
+        (within, mask + working, head, gathered),
+        (after, 0.0, root, _gathered_root(work)),
     )
     peak = max(moments, key=sum)
     return Memory(
@@ -92,7 +98,7 @@ def host_bytes(work: Workload) -> float:
     """Bytes that `parallel.cpu_offload` keeps in host memory: shards of weights, gradients and optimizer state."""
     if work.fsdp is None or not work.fsdp.cpu_offload:
         return 0.0
-    gradients = work.trained_parameters * work.weight_bytes / work.shards
+    gradients = work.trained_parameters * (4 if work.sums_in_float32 else work.weight_bytes) / work.shards
     return _weights(work) + gradients + optimizer_bytes(work) / work.shards
 
 

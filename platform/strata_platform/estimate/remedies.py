@@ -54,6 +54,9 @@ def remedies(spec: RunSpec) -> Iterator[Remedy]:
     if rows > 1:
         for fewer in dict.fromkeys((_largest_divisor(rows, rows - 1), 1)):
             yield Remedy({"training": _spread(rows * passes, fewer)}, "the same rows in a step")
+    if training.sums_in_float32:
+        rounded = {"training": {"gradient_accumulation_dtype": "bfloat16"}}
+        yield Remedy(rounded, "gradients of many micro-batches lose bits")
     yield Remedy({"training": {"gradient_checkpointing": "full"}}, "the same losses, about a quarter slower")
     if not training.compile:
         away: dict[str, dict[str, Any]] = {

@@ -16,6 +16,9 @@ _UNFUSED = 3.0
 _LOGIT_BYTES, _PLAIN_LOGIT_BYTES = 6, 44
 # Bytes per value of queries, keys and values that context parallelism splits, joins and copies around attention.
 _JOINED_BYTES = 12
+# Bytes per value that LoRA's dropout takes as long for as to move, in all passes. Random numbers limit it, and products
+# of adapters with one input run apart.
+_DROPPED_BYTES = 28
 # Rate of the products of experts, each of some hundred rows, relative to that of other products.
 _EXPERTS = 0.65
 # Seconds of a layer's router, of sorting its tokens, and of many small kernels around them, in all passes.
@@ -91,7 +94,7 @@ def time_of(work: Workload, gpu: Gpu) -> Time:
         attention=rounds * attention * slower,
         elementwise=rounds * (elementwise + routing) * slower,
         loss=rounds * loss * slower,
-        optimizer=_optimizer(work, gpu),
+        optimizer=_optimizer(work, gpu) + _gradient_sums(work, gpu),
         waiting=_waiting(work, gpu, compute),
     )
 
@@ -132,6 +135,8 @@ def _layer_traffic(work: Workload, again: float) -> float:
         # weights.
         copied = 4 * (1 + again) if work.quantized else 0
         traffic += sum(b for _, b in shape.adapted_layers) * size * (6 * (2 + again) + copied)
+        if work.lora.lora_dropout:
+            traffic += sum(a for a, _ in shape.adapted_layers) * size * _DROPPED_BYTES
     if work.parallel.context_parallel > 1:
         # The queries of this rank, and the keys and values of the whole row; or all heads on the way there and back.
         joined = shape.queries * (2 if work.exchanges_heads else 1) + 2 * work.attended_keys
@@ -163,6 +168,12 @@ def _optimizer(work: Workload, gpu: Gpu) -> float:
         flops = work.shape.layers * sum(5 * (4 * a * a * b + 2 * a**3) for a, b in sizes)
         seconds += flops / work.shards / gpu.products
     return seconds
+
+
+def _gradient_sums(work: Workload, gpu: Gpu) -> float:
+    """Seconds to add gradients in fp32: each reads a gradient in bf16 and the sum, and writes the sum."""
+    added = work.training.gradient_accumulation_steps - 1 if work.sums_in_float32 else 0
+    return added * work.trained_parameters / work.shards * 10 / gpu.stream
 
 
 def _waiting(work: Workload, gpu: Gpu, compute: float) -> float:

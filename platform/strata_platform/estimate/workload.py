@@ -130,6 +130,11 @@ class Workload:
         return (1 - kept / self.shape.layers) / every if every else 0.0
 
     @property
+    def sums_in_float32(self) -> bool:
+        """Whether micro-batches add gradients in float32 that are bfloat16 themselves."""
+        return self.training.sums_in_float32 and self.weight_bytes == 2
+
+    @property
     def trained_parameters(self) -> int:
         """Parameters that are trained, before FSDP shards them."""
         if self.lora is None:

@@ -104,12 +104,21 @@ class Deepspeed:
             "gradient_clipping": self._spec.optimizer.max_grad_norm,
             "zero_optimization": zero,
             "bf16": {"enabled": model.dtype == torch.bfloat16},
+            **self._gradient_dtype(model),
             # Keep Strata's optimizer, also for offloaded state: DeepSpeed's own CPU optimizer compiles at its first
             # use.
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "steps_per_print": None,
         }
+
+    def _gradient_dtype(self, model: PreTrainedModel) -> dict[str, Any]:
+        """The dtype in which stages 2 and 3 add gradients. Stage 1 leaves them to `GradientSums`; with this setting it
+        would have another optimizer, whose state checkpoints do not know.
+        """
+        if model.dtype != torch.bfloat16 or self._settings.stage == 1 or not self._spec.training.sums_in_float32:
+            return {}
+        return {"data_types": {"grad_accum_dtype": "fp32"}}
 
     def _partition(self, model: PreTrainedModel, config: dict[str, Any], deepspeed: ModuleType) -> None:
         """Stage 3: broadcast one weight at a time from rank 0 and keep this rank's shard of it."""

@@ -33,6 +33,7 @@ from tasks.runtime.models.dropout import dropout_rates
 from tasks.runtime.models.media.multimodal import is_multimodal
 from tasks.runtime.objectives.objective import MicroBatchLoss, Objective, ObjectiveContext
 from tasks.runtime.objectives.training_step import TrainingStep
+from tasks.runtime.optim.gradient_sums import GradientSums
 from tasks.runtime.process.ranks import Processes
 
 log = logging.getLogger(__name__)
@@ -47,8 +48,12 @@ _MOST_GRAPHS = 24
 _FEWEST_SEQUENCES = 16
 
 
-def with_cuda_graphs(step: TrainingStep, spec: RunSpec, processes: Processes) -> Objective:
+def with_cuda_graphs(
+    step: TrainingStep, spec: RunSpec, processes: Processes, sums: GradientSums | None = None
+) -> Objective:
     """The objective of `step`, with CUDA graphs if `training.cuda_graphs` asks for them and the run supports them.
+
+    sums: of the gradients of micro-batches.
 
     Raises:
         ValueError: `training.cuda_graphs` is true, and the run does not support them.
@@ -57,7 +62,7 @@ def with_cuda_graphs(step: TrainingStep, spec: RunSpec, processes: Processes) ->
         return step.objective
     reason = unsupported_reason(step, spec, processes)
     if reason is None:
-        return CudaGraphs(step.objective, spec.training)
+        return CudaGraphs(step.objective, spec.training, sums)
     if spec.training.cuda_graphs is True:
         raise ValueError(f"training.cuda_graphs is true, but {reason}; set training.cuda_graphs to auto")
     if processes.device.type == "cuda" and processes.is_main:
@@ -101,11 +106,12 @@ def _has_experts(model: nn.Module) -> bool:
 class CudaGraphs:
     """An objective that replays the micro-batches of `objective` as CUDA graphs, once it has seen their shape."""
 
-    def __init__(self, objective: Objective, training: Training) -> None:
-        self._objective = objective
+    def __init__(self, objective: Objective, training: Training, sums: GradientSums | None) -> None:
+        self._objective, self._sums = objective, sums
         self.unit = objective.unit
         self._always = training.cuda_graphs is True
-        self._accumulates = training.gradient_accumulation_steps > 1
+        # Sums have memory of their own.
+        self._accumulates = training.gradient_accumulation_steps > 1 and sums is None
         # The compiler decides which activations compiled layers keep.
         self._context: Callable[[], AbstractContextManager[None]] = nullcontext if training.compile else recomputing
         self._timer = _HostTimer()
@@ -194,7 +200,9 @@ class CudaGraphs:
             self._pool = torch.cuda.graph_pool_handle()
         try:
             with self._context():
-                self._graphs[shape] = _Graphs.capture(self._objective, model, batch, items, max_targets, self._pool)
+                self._graphs[shape] = _Graphs.capture(
+                    self._objective, model, batch, items, max_targets, self._pool, self._sums
+                )
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
             if self._always:
@@ -267,6 +275,7 @@ class _Graphs:
     """In memory that the next replay of any graph overwrites."""
     forward: torch.cuda.CUDAGraph
     backward: torch.cuda.CUDAGraph
+    sums: GradientSums | None
     weights: Mapping[Tensor, int]
     """Parameters and buffers, and the addresses at which the graphs expect them."""
     anchor: Tensor = field(init=False)
@@ -277,7 +286,14 @@ class _Graphs:
 
     @classmethod
     def capture(
-        cls, objective: Objective, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None, pool: Any
+        cls,
+        objective: Objective,
+        model: nn.Module,
+        batch: Batch,
+        items: Tensor,
+        max_targets: int | None,
+        pool: Any,
+        sums: GradientSums | None,
     ) -> _Graphs:
         """Capture both passes of `batch`, whose kernels are compiled. Gradients of `model` stay as they are."""
         learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -295,7 +311,7 @@ class _Graphs:
                 share = objective.micro_batch_loss(model, inputs, items, max_targets)
             assert not share.metrics
             seed = torch.ones_like(share.loss)
-            with torch.cuda.graph(backward, **options):
+            with torch.cuda.graph(backward, **options), nullcontext() if sums is None else sums.paused():
                 share.loss.backward(seed)
             # Only the addresses of gradients are kept: with the tensors themselves, the gradients of each shape would
             # have memory of their own, and all of them would lie beside the activations.
@@ -304,7 +320,7 @@ class _Graphs:
             for parameter, gradient in zip(learned, kept, strict=True):
                 parameter.grad = gradient
         weights = {tensor: tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-        return cls(inputs, items, share.loss.detach(), seed, gradients, forward, backward, weights)
+        return cls(inputs, items, share.loss.detach(), seed, gradients, forward, backward, sums, weights)
 
     def is_valid(self) -> bool:
         """Whether the weights are where they were at the capture."""
@@ -322,7 +338,9 @@ class _Graphs:
         return result
 
     def add_gradients(self, *, accumulates: bool) -> None:
-        """Add the gradients of the replayed pass to those of the parameters."""
+        """Add the gradients of the replayed pass to those of the parameters, or to their sums."""
+        if self.sums is not None and self.sums.active:
+            return self.sums.add(self.gradients)
         held = [(p.grad, gradient) for p, gradient in self.gradients.items() if p.grad is not None]
         if held:
             torch._foreach_add_([gradient for gradient, _ in held], [own for _, own in held])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +31,7 @@ from tasks.runtime.extensions import RunInfo
 from tasks.runtime.extensions.callback_runner import CallbackRunner
 from tasks.runtime.metrics.recorder import Recorder
 from tasks.runtime.objectives import Objective, target_tokens
+from tasks.runtime.optim.gradient_sums import GradientSums
 from tasks.runtime.optim.in_backward import norm_in_backward
 from tasks.runtime.optim.library_optimizers import averaged_weights
 from tasks.runtime.optim.lr_schedule import learning_rate_factor
@@ -49,7 +51,7 @@ class Job:
     """A training run from the step after `start` to step `steps`, in one process.
 
     A framework iterates over `loader`; `training.gradient_accumulation_steps` micro-batches make one step. For each
-    step it calls `count` once and `loss` for each micro-batch, inside `strategy.backward_pass`. It then calls
+    step it calls `count` once and `loss` for each micro-batch, inside `backward_pass`. It then calls
     `clip_gradients`, steps `optimizer` at `learning_rate`, and calls `end_step`. It sets the learning rate before the
     backward pass, because with `optimizer.in_backward` that pass steps the optimizer.
     """
@@ -86,6 +88,8 @@ class Job:
     """Called after every step; returns immediately."""
     callbacks: CallbackRunner
     """Those of the user's; none on ranks other than 0."""
+    gradient_sums: GradientSums | None = None
+    """Adds the gradients of micro-batches; None if backward passes add to the parameters' gradients."""
     stop_request: StopRequest = field(default_factory=StopRequest)
     """Set by SIGTERM: the job stops after the current step; see `checkpoint.on_sigterm`."""
     learning_rate_factor: Callable[[int], float] = field(init=False)
@@ -164,6 +168,15 @@ class Job:
         self.objective.before_step(self.model, batches, self.processes)
         self.recorder.begin_step(targets)
         return items
+
+    @contextmanager
+    def backward_pass(self, model: nn.Module, *, last: bool) -> Iterator[None]:
+        """Around the forward and the backward pass of a micro-batch; `last`: of the step's last one."""
+        with (
+            self.strategy.backward_pass(model, last=last),
+            nullcontext() if self.gradient_sums is None else self.gradient_sums.backward_pass(last=last),
+        ):
+            yield
 
     def loss(self, model: nn.Module, batch: Batch, items: Tensor) -> Tensor:
         """The loss of a micro-batch for its backward pass. `model` is `self.model` or a framework's wrapper of it.

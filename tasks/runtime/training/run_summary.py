@@ -6,9 +6,9 @@ import logging
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
-from strata_platform.spec.run_spec import Parallel
-from strata_platform.spec.sections.training import Training
+from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.mixture import source_shares
@@ -20,9 +20,6 @@ from tasks.runtime.training.completion import device_name
 from tasks.runtime.training.session import Session
 
 log = logging.getLogger(__name__)
-
-# With as many, the sum has about twice the error of a backward pass in bfloat16; see docs/precision.md.
-_MOST_SUMMED = 32
 
 
 def log_sources(run: Session, data: PreparedData, steps: int) -> None:
@@ -36,19 +33,6 @@ def log_sources(run: Session, data: PreparedData, steps: int) -> None:
         return
     for share in source_shares(data.manifest, run.spec.data.weights, [(0, round(steps / run.spec.steps_per_row))]):
         log.info("source %s", share)
-
-
-def rounded_sums(training: Training, parallel: Parallel, dtype: torch.dtype) -> str | None:
-    """A warning if weights of `dtype` have their gradients added in bfloat16 over more micro-batches than it bears."""
-    count = training.gradient_accumulation_steps
-    # DeepSpeed's engine has gradients of its own.
-    if dtype != torch.bfloat16 or count <= _MOST_SUMMED or parallel.type == "deepspeed":
-        return None
-    return (
-        f"training.gradient_accumulation_steps {count}: gradients of micro-batches are added in the weights' bfloat16, "
-        f"with a large error for more than {_MOST_SUMMED} of them; raise training.micro_batch_size, or set model.dtype "
-        "to 'float32', under fsdp with parallel.compute_dtype 'bfloat16'"
-    )
 
 
 def log_summary(run: Session, step: TrainingStep, steps: int, rows: int | None, resume_from: Path | None) -> None:
@@ -71,8 +55,6 @@ def log_summary(run: Session, step: TrainingStep, steps: int, rows: int | None, 
             log.info(line)
     if run.spec.optimizer.paged and run.processes.device.type == "cpu":
         log.warning("optimizer.paged has no effect without a GPU: moments are in ordinary memory")
-    if warning := rounded_sums(run.spec.training, run.spec.parallel, model.dtype):
-        log.warning(warning)
     if run.spec.training.activation_offloading and run.processes.device.type == "cpu":
         log.warning("training.activation_offloading has no effect without a GPU: activations are in host memory")
     if step.dropout_off:
@@ -94,6 +76,7 @@ def log_summary(run: Session, step: TrainingStep, steps: int, rows: int | None, 
         run.spec.training.gradient_accumulation_steps,
         run.spec.runtime.framework,
     )
+    _log_gradient_sums(run.spec, model)
     counts = {"checkpoint": run.spec.checkpoint.per_epoch, "evaluation": run.spec.evaluation.per_epoch}
     if rows is not None and (given := {section: count for section, count in counts.items() if count}):
         epoch = rows * run.spec.steps_per_row
@@ -107,3 +90,13 @@ def log_summary(run: Session, step: TrainingStep, steps: int, rows: int | None, 
                 )  # fmt: skip
     if resume_from:
         log.info("continuing after step %d (%s)", checkpoint.step_of(resume_from), resume_from)
+
+
+def _log_gradient_sums(spec: RunSpec, model: PreTrainedModel) -> None:
+    training, steps = spec.training, spec.training.gradient_accumulation_steps
+    in_bfloat16 = any(p.requires_grad and p.dtype == torch.bfloat16 for p in model.parameters())
+    if training.sums_in_float32 and in_bfloat16:
+        log.info("gradients of the %d micro-batches of a step are added in float32", steps)
+    elif training.gradient_accumulation_dtype == "float32":
+        why = "no trainable weight is bfloat16" if training.sums_in_float32 else "a step has one micro-batch"
+        log.warning("training.gradient_accumulation_dtype 'float32' has no effect: %s", why)

@@ -55,6 +55,7 @@ from tasks.runtime.models.initial_weights import initial_weights
 from tasks.runtime.models.trained_weights import AVERAGED_BY
 from tasks.runtime.objectives import ObjectiveContext, build_validation_objective
 from tasks.runtime.objectives.training_step import TrainingStep, build_training_step
+from tasks.runtime.optim.gradient_sums import gradient_sums
 from tasks.runtime.optim.lr_schedule import learning_rate_factor
 from tasks.runtime.optim.optimizer import build_optimizer
 from tasks.runtime.parallel import build_strategy
@@ -205,7 +206,8 @@ def build_job(
     that its checkpoints keep.
     """
     model, collate = step.model, step.collate
-    objective = with_cuda_graphs(step, run.spec, run.processes)
+    sums = gradient_sums(run.spec)
+    objective = with_cuda_graphs(step, run.spec, run.processes, sums)
     set_dtypes(model, run.processes.on_main(lambda: dtypes_of(model)))
     metadata = checkpoint.metadata_of(resume_from) if resume_from else {}
     dtype = compute_dtype(run.spec.model, run.spec.parallel)
@@ -217,6 +219,8 @@ def build_job(
     generator = None if whole is None else start_engine(run.spec, whole, data, run.processes)
     wrapped = strategy.wrap(model, weights_loaded_later=resume_from is not None and run.spec.adapter.type == "none")
     wrapped, optimizer = strategy.attach_optimizer(wrapped, build_optimizer(model, run.spec))
+    if sums is not None:
+        sums.attach(model.parameters())
     continues = resume_from is not None
     start = ObjectiveContext(
         run.spec, run.processes, data, strategy, wrapped, base, continues, metadata, collate,
@@ -287,6 +291,7 @@ def build_job(
         evaluator=evaluator,
         step_ended=partial(_step_ended, run),
         callbacks=callbacks,
+        gradient_sums=sums,
         set_random_states=load(resume_from),
     )
 

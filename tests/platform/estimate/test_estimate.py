@@ -81,6 +81,22 @@ def test_the_estimate_of_adapters_is_near_what_was_measured():
     assert lora.tokens_per_second == pytest.approx(16450, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("sections", "measured"),
+    [
+        ({}, 105_700),
+        ({"adapter": {"type": "lora"}}, 118_500),
+        ({"adapter": {"type": "lora", "lora_dropout": 0.05}}, 93_600),
+        ({"training": {"micro_batch_size": 2, "gradient_accumulation_steps": 32}}, 104_100),
+    ],
+)
+def test_the_estimate_of_a_small_model_is_near_what_was_measured(sections, measured):
+    """Two rows of 2048 tokens on an H200, with CUDA graphs: docs/benchmarks/small-models.md."""
+    small = {"model": {"name": "Qwen/Qwen3-0.6B", "dtype": "bfloat16"}, "data": {"sequence_length": 2048}}
+    found = take(**{"training": {"micro_batch_size": 2}, **small, **sections})
+    assert found.tokens_per_second == pytest.approx(measured, rel=0.1)
+
+
 @pytest.mark.parametrize(("kind", "masks"), [("none", 32), ("selective", 16 + 1), ("full", 1)])
 def test_layers_that_are_kept_have_masks_of_their_own(kind, masks):
     """Numbers of four bytes for each pair of tokens of a row, and booleans once; and keys and values for each head."""
@@ -92,6 +108,21 @@ def test_layers_that_are_kept_have_masks_of_their_own(kind, masks):
     )
     repeated = 4 * 4096 * 2 * (4096 - 1024)
     assert masked - apart == 4 * (4 * 4096**2 + repeated) * masks + 4 * 4096**2
+
+
+def test_gradients_of_many_micro_batches_are_added_in_float32():
+    """In four bytes per weight instead of two, which exist while a micro-batch computes."""
+    recomputed = {"micro_batch_size": 1, "gradient_checkpointing": "full"}
+    few, many = (take(training={**recomputed, "gradient_accumulation_steps": steps}) for steps in (16, 17))
+    rounded = take(
+        training={**recomputed, "gradient_accumulation_steps": 17, "gradient_accumulation_dtype": "bfloat16"}
+    )
+    assert rounded.memory == few.memory
+    assert rounded.memory.gradients == rounded.memory.weights and many.memory.gradients == 2 * many.memory.weights
+    assert many.time.optimizer > rounded.time.optimizer
+    exact = {"model": {"name": "meta-llama/Llama-3.1-8B", "dtype": "float32"}}
+    few, many = (take(**exact, training={**recomputed, "gradient_accumulation_steps": steps}) for steps in (16, 17))
+    assert many.memory == few.memory
 
 
 def test_attention_by_document_has_no_masks():

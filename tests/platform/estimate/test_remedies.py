@@ -39,6 +39,15 @@ def test_each_proposal_is_a_run_that_takes_less():
         assert offer.slower_by_unknown == offer.estimate.spec.optimizer.paged
 
 
+def test_sums_of_gradients_in_bfloat16_are_proposed_where_they_are_in_float32():
+    found = take(training={"micro_batch_size": 1, "gradient_accumulation_steps": 32})
+    offered = [changed_fields(found.spec, offer.estimate.spec) for offer in proposals(found, 1)]
+    assert {"training.gradient_accumulation_dtype": "bfloat16"} in offered
+    found = take(training={"micro_batch_size": 2, "gradient_accumulation_steps": 16})
+    offered = [changed_fields(found.spec, offer.estimate.spec) for offer in proposals(found, 1)]
+    assert not any("training.gradient_accumulation_dtype" in fields for fields in offered)
+
+
 def test_several_together_fit_where_none_does():
     found = take(GPUS["a100-40gb"], training={"micro_batch_size": 8})
     both = combined(found, 1)

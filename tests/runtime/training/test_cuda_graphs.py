@@ -168,6 +168,7 @@ RUNS = {
     "sft": {},
     "pretrain": {"objective": {"type": "pretrain"}},
     "accumulated": {"training": {"gradient_accumulation_steps": 3}},
+    "added in fp32": {"training": {"gradient_accumulation_steps": 3, "gradient_accumulation_dtype": "float32"}},
     "lora": {"adapter": {"type": "lora"}},
     "recomputed": {"training": {"gradient_checkpointing": "full"}},
     "lora, recomputed": {"adapter": {"type": "lora"}, "training": {"gradient_checkpointing": "full"}},

@@ -1,28 +1,35 @@
 """What the log says of a run before its first step."""
 
+import logging
+
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from strata_platform.spec import RunSpec
-from tasks.runtime.training.run_summary import rounded_sums
+from tasks.runtime.training.run_summary import _log_gradient_sums
 
 
 @pytest.mark.parametrize(
-    ("micro_batches", "dtype", "parallel", "warns"),
+    ("training", "dtype", "line"),
     [
-        (33, torch.bfloat16, "single", True),
-        (33, torch.bfloat16, "fsdp", True),
-        (32, torch.bfloat16, "single", False),
-        (512, torch.float32, "single", False),
-        (512, torch.bfloat16, "deepspeed", False),
+        ({"gradient_accumulation_steps": 16}, "bfloat16", None),
+        ({"gradient_accumulation_steps": 17}, "bfloat16", "gradients of the 17 micro-batches of a step are added in f"),
+        ({"gradient_accumulation_steps": 17}, "float32", None),
+        ({"gradient_accumulation_steps": 17, "gradient_accumulation_dtype": "bfloat16"}, "bfloat16", None),
+        ({"gradient_accumulation_steps": 2, "gradient_accumulation_dtype": "float32"}, "bfloat16", "the 2 micro-bat"),
+        ({"gradient_accumulation_dtype": "float32"}, "bfloat16", "has no effect: a step has one micro-batch"),
+        (
+            {"gradient_accumulation_steps": 2, "gradient_accumulation_dtype": "float32"}, "float32",
+            "has no effect: no trainable weight is bfloat16",
+        ),
+        ({"tokens_per_step": 40960, "micro_batch_size": 1}, "bfloat16", "gradients of the 20 micro-batches"),
     ],
-)
-def test_it_warns_of_many_gradients_that_are_added_in_bfloat16(micro_batches, dtype, parallel, warns):
-    spec = RunSpec(
-        training={"gradient_accumulation_steps": micro_batches},
-        parallel={"type": parallel},
-        topology={"nproc_per_node": 1 if parallel == "single" else 2},
-    )
-    warning = rounded_sums(spec.training, spec.parallel, dtype)
-    assert (warning is not None) is warns
-    assert warning is None or f"gradient_accumulation_steps {micro_batches}" in warning
+)  # fmt: skip
+def test_it_says_in_which_dtype_gradients_are_added(training, dtype, line, caplog):
+    spec = RunSpec.model_validate({"training": training, "data": {"sequence_length": 2048}})
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=16, dtype=dtype, **small)).to(getattr(torch, dtype))
+    with caplog.at_level(logging.INFO):
+        _log_gradient_sums(spec, model)
+    assert (line in caplog.text) if line else not caplog.text

@@ -128,7 +128,7 @@ class _Trainer(Trainer):
         self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
     ) -> torch.Tensor:
         assert num_items_in_batch is not None
-        with self._job.strategy.backward_pass(model, last=self.accelerator.sync_gradients):
+        with self._job.backward_pass(model, last=self.accelerator.sync_gradients):
             return super().training_step(model, inputs, num_items_in_batch)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -149,7 +149,7 @@ class _Strategy(ParallelStrategy):
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
         """Wraps every backward pass of a step except the last."""
-        return self._job.strategy.backward_pass(self._job.model, last=False)
+        return self._job.backward_pass(self._job.model, last=False)
 
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
@@ -157,7 +157,7 @@ class _Strategy(ParallelStrategy):
         """Run the closure, which is the step's last forward and backward pass, and update the weights."""
 
         def last_pass() -> Any:
-            with self._job.strategy.backward_pass(self._job.model, last=True):
+            with self._job.backward_pass(self._job.model, last=True):
                 return closure()
 
         output = super().optimizer_step(optimizer, last_pass, model, **kwargs)

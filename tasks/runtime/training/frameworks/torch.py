@@ -19,7 +19,7 @@ def train(job: Job) -> None:
         set_learning_rate(job.optimizer, rate)
         for number, batch in enumerate(batches, start=1):
             batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-            with job.strategy.backward_pass(job.model, last=number == len(batches)):
+            with job.backward_pass(job.model, last=number == len(batches)):
                 job.loss(job.model, batch, items).backward()
         grad_norm = job.clip_gradients()
         job.optimizer.step()

@@ -1,0 +1,97 @@
+"""Add the gradients of a step's micro-batches in fp32.
+
+A sum of many bf16 gradients in bf16 loses addends that are small beside it: of 512 micro-batches, 14 % of the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from strata_platform.spec import RunSpec
+from strata_platform.spec.sections.parallel import Deepspeed
+from tasks.runtime.optim.rounding import local
+
+
+def gradient_sums(spec: RunSpec) -> GradientSums | None:
+    """The sums of a run; None if its backward passes add to the parameters' gradients.
+
+    Stages 2 and 3 of DeepSpeed reduce gradients after each backward pass, into buffers of the engine.
+    """
+    parallel = spec.parallel
+    by_engine = isinstance(parallel, Deepspeed) and parallel.stage > 1
+    return GradientSums() if spec.training.sums_in_float32 and not by_engine else None
+
+
+class GradientSums:
+    """Sums of the gradients of all micro-batches of a step but the last, in fp32.
+
+    Before the last backward pass each sum becomes the gradient of its parameter, rounded once to the parameter's dtype,
+    and the pass adds to it. Strategies, clipping and optimizers find gradients as they would be without sums. A
+    parameter takes 4 bytes between two passes, instead of 2 for a gradient in bf16.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        self.active = False
+        """Whether gradients are moved to the sums: in every backward pass of a step but the last."""
+
+    def attach(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add the gradients of `parameters`, of those in bf16, once the strategy has wrapped the model."""
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.dtype == torch.bfloat16:
+                # FSDP calls it for a shard when its gradient is reduced.
+                parameter.register_post_accumulate_grad_hook(self._move)
+
+    @contextmanager
+    def backward_pass(self, *, last: bool) -> Iterator[None]:
+        """Around the forward and the backward pass of a micro-batch."""
+        if last:
+            self._round()
+        self.active = not last
+        try:
+            yield
+        finally:
+            self.active = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave gradients in place that a backward pass computes now."""
+        active, self.active = self.active, False
+        try:
+            yield
+        finally:
+            self.active = active
+
+    @torch.no_grad()
+    def add(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        """Add to the sums of parameters."""
+        for parameter, gradient in gradients.items():
+            if parameter in self._sums:
+                self._sums[parameter].add_(gradient)
+            else:
+                self._sums[parameter] = gradient.to(torch.float32, copy=True)
+
+    def _move(self, parameter: Tensor) -> None:
+        """Add the gradient to the parameter's sum, and let it go."""
+        assert isinstance(parameter, nn.Parameter)
+        if self.active:
+            assert parameter.grad is not None
+            self.add({parameter: local(parameter.grad)})
+            parameter.grad = None
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        while self._sums:
+            parameter, total = self._sums.popitem()
+            rounded = total.to(parameter.dtype)
+            if isinstance(parameter, DTensor):
+                rounded = DTensor.from_local(
+                    rounded, parameter.device_mesh, parameter.placements, run_check=False,
+                    shape=parameter.shape, stride=parameter.stride(),
+                )  # fmt: skip
+            parameter.grad = rounded

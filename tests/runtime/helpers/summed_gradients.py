@@ -1,0 +1,73 @@
+"""Gradients of a step of many micro-batches, under each strategy: `-m tests.runtime.helpers.summed_gradients FOLDER`.
+
+Each is compared with the same step in fp32, whose sums lose nothing.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from strata_platform.spec import DataRecipe, RunSpec
+from tasks.runtime.data import fingerprint, prepare
+from tasks.runtime.run_folder.folder import data_folder
+from tasks.runtime.verification.observe import first_step
+from tests.runtime.helpers.all_imports import import_everything
+from tests.runtime.helpers.free_port import free_port
+from tests.runtime.helpers.train_forked import run_forked
+
+MICRO_BATCHES = 64
+STRATEGIES = (
+    {"type": "ddp"},
+    {"type": "fsdp"},
+    {"type": "fsdp", "cpu_offload": True},
+    *({"type": "deepspeed", "stage": stage} for stage in (1, 2, 3)),
+)
+
+
+def step_of(folder, dtype, framework="torch", parallel=None, **training):
+    """The first step of a run that reads one row of `folder`'s model in each of its micro-batches."""
+    spec = RunSpec.model_validate({
+        "output": str(folder),
+        "model": {"name": f"{folder}/pretrained", "dtype": dtype},
+        "data": {"sequence_length": 32, "max_samples": 200, "validation_fraction": 0},
+        "training": {"steps": 1, "micro_batch_size": 1, "gradient_accumulation_steps": MICRO_BATCHES, **training},
+        "runtime": {"framework": framework},
+        "tracking": {"report_to": []},
+        "parallel": parallel or {"type": "single"},
+        "topology": {"nproc_per_node": 2 if parallel else 1},
+    })  # fmt: skip
+    recipe = DataRecipe.from_spec(spec, fingerprint(spec))
+    return first_step(spec, prepare(recipe, data_folder(spec.output, recipe), report=print)).gradients
+
+
+def error(gradients, exact):
+    """The norm of the difference, of the norm of what is exact."""
+    differences = torch.stack([(gradients[name].double() - exact[name].double()).norm() for name in exact])
+    return float(differences.norm() / torch.stack([gradient.double().norm() for gradient in exact.values()]).norm())
+
+
+def check(folder, ports):
+    """Raise AssertionError unless sums in fp32 have less error than those in bf16, under each strategy."""
+    ports = iter(ports)
+
+    def observed(dtype, parallel, **training):
+        # On the port of the last process group, a rank could still find its store.
+        os.environ["MASTER_PORT"] = str(next(ports))
+        return step_of(folder, dtype, parallel=parallel, **training)
+
+    exact = observed("float32", {"type": "ddp"})
+    for parallel in STRATEGIES:
+        summed, rounded = (
+            error(observed("bfloat16", parallel, **training), exact)
+            for training in ({}, {"gradient_accumulation_dtype": "bfloat16"})
+        )
+        print(parallel, summed, rounded)
+        assert 0 < summed < 0.75 * rounded, (parallel, summed, rounded)
+
+
+if __name__ == "__main__":
+    import_everything()
+    free = [free_port() for _ in range(1 + 2 * len(STRATEGIES))]
+    sys.exit(run_forked(2, lambda: check(Path(sys.argv[1]), free)))
