@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from strata_platform.spec import RunSpec
+from strata_platform.spec.run_spec import Parallel
 from strata_platform.spec.sections.parallel import Deepspeed
+from strata_platform.spec.sections.training import Training
 from tasks.runtime.optim.rounding import local
 
 
-def gradient_sums(spec: RunSpec) -> GradientSums | None:
+def gradient_sums(training: Training, parallel: Parallel) -> GradientSums | None:
     """The sums of a run; None if its backward passes add to the parameters' gradients.
 
     Stages 2 and 3 of DeepSpeed reduce gradients after each backward pass, into buffers of the engine.
     """
-    parallel = spec.parallel
     by_engine = isinstance(parallel, Deepspeed) and parallel.stage > 1
-    return GradientSums() if spec.training.sums_in_float32 and not by_engine else None
+    return GradientSums() if training.sums_in_float32 and not by_engine else None
 
 
 class GradientSums:

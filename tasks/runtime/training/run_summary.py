@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from strata_platform.spec import RunSpec
+from strata_platform.spec.sections.training import Training
 from tasks.runtime import checkpoint
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.mixture import source_shares
@@ -76,7 +76,7 @@ def log_summary(run: Session, step: TrainingStep, steps: int, rows: int | None, 
         run.spec.training.gradient_accumulation_steps,
         run.spec.runtime.framework,
     )
-    _log_gradient_sums(run.spec, model)
+    _log_gradient_sums(run.spec.training, model)
     counts = {"checkpoint": run.spec.checkpoint.per_epoch, "evaluation": run.spec.evaluation.per_epoch}
     if rows is not None and (given := {section: count for section, count in counts.items() if count}):
         epoch = rows * run.spec.steps_per_row
@@ -92,8 +92,8 @@ def log_summary(run: Session, step: TrainingStep, steps: int, rows: int | None, 
         log.info("continuing after step %d (%s)", checkpoint.step_of(resume_from), resume_from)
 
 
-def _log_gradient_sums(spec: RunSpec, model: PreTrainedModel) -> None:
-    training, steps = spec.training, spec.training.gradient_accumulation_steps
+def _log_gradient_sums(training: Training, model: PreTrainedModel) -> None:
+    steps = training.gradient_accumulation_steps
     in_bfloat16 = any(p.requires_grad and p.dtype == torch.bfloat16 for p in model.parameters())
     if training.sums_in_float32 and in_bfloat16:
         log.info("gradients of the %d micro-batches of a step are added in float32", steps)

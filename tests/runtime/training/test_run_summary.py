@@ -31,5 +31,5 @@ def test_it_says_in_which_dtype_gradients_are_added(training, dtype, line, caplo
     small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=16, dtype=dtype, **small)).to(getattr(torch, dtype))
     with caplog.at_level(logging.INFO):
-        _log_gradient_sums(spec, model)
+        _log_gradient_sums(spec.training, model)
     assert (line in caplog.text) if line else not caplog.text
