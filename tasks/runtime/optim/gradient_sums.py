@@ -15,16 +15,17 @@ from torch.distributed.tensor import DTensor
 from strata_platform.spec.run_spec import Parallel
 from strata_platform.spec.sections.parallel import Deepspeed
 from strata_platform.spec.sections.training import Training
-from tasks.runtime.optim.rounding import local
+from tasks.runtime.optim.rounding import has_bfloat16, local
 
 
-def gradient_sums(training: Training, parallel: Parallel) -> GradientSums | None:
+def gradient_sums(model: nn.Module, training: Training, parallel: Parallel) -> GradientSums | None:
     """The sums of a run; None if its backward passes add to the parameters' gradients.
 
     Stages 2 and 3 of DeepSpeed reduce gradients after each backward pass, into buffers of the engine.
     """
     by_engine = isinstance(parallel, Deepspeed) and parallel.stage > 1
-    return GradientSums() if training.sums_in_float32 and not by_engine else None
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return GradientSums() if training.sums_in_float32 and has_bfloat16(trained) and not by_engine else None
 
 
 class GradientSums:
@@ -41,9 +42,9 @@ class GradientSums:
         """Whether gradients are moved to the sums: in every backward pass of a step but the last."""
 
     def attach(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add the gradients of `parameters`, of those in bf16, once the strategy has wrapped the model."""
+        """Add the gradients of `parameters`, once the strategy has wrapped the model; in fp32, too, those in fp32."""
         for parameter in parameters:
-            if parameter.requires_grad and parameter.dtype == torch.bfloat16:
+            if parameter.requires_grad:
                 # FSDP calls it for a shard when its gradient is reduced.
                 parameter.register_post_accumulate_grad_hook(self._move)
 

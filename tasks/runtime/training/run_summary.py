@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedModel
 
 from strata_platform.spec.sections.training import Training
@@ -16,6 +15,7 @@ from tasks.runtime.models.adapters.lora import describe_experts
 from tasks.runtime.models.attention.flash_attention_4 import usable_version
 from tasks.runtime.models.attention.recurrent_layers import describe_recurrent_layers, missing_fast_paths
 from tasks.runtime.objectives.training_step import TrainingStep
+from tasks.runtime.optim.rounding import has_bfloat16
 from tasks.runtime.training.completion import device_name
 from tasks.runtime.training.session import Session
 
@@ -94,7 +94,7 @@ def log_summary(run: Session, step: TrainingStep, steps: int, rows: int | None, 
 
 def _log_gradient_sums(training: Training, model: PreTrainedModel) -> None:
     steps = training.gradient_accumulation_steps
-    in_bfloat16 = any(p.requires_grad and p.dtype == torch.bfloat16 for p in model.parameters())
+    in_bfloat16 = has_bfloat16([parameter for parameter in model.parameters() if parameter.requires_grad])
     if training.sums_in_float32 and in_bfloat16:
         log.info("gradients of the %d micro-batches of a step are added in float32", steps)
     elif training.gradient_accumulation_dtype == "float32":

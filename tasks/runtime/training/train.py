@@ -206,7 +206,7 @@ def build_job(
     that its checkpoints keep.
     """
     model, collate = step.model, step.collate
-    sums = gradient_sums(run.spec.training, run.spec.parallel)
+    sums = gradient_sums(model, run.spec.training, run.spec.parallel)
     objective = with_cuda_graphs(step, run.spec, run.processes, sums)
     set_dtypes(model, run.processes.on_main(lambda: dtypes_of(model)))
     metadata = checkpoint.metadata_of(resume_from) if resume_from else {}
