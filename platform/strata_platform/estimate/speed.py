@@ -16,8 +16,8 @@ _UNFUSED = 3.0
 _LOGIT_BYTES, _PLAIN_LOGIT_BYTES = 6, 44
 # Bytes per value of queries, keys and values that context parallelism splits, joins and copies around attention.
 _JOINED_BYTES = 12
-# Bytes per value that LoRA's dropout takes as long for as to move, in all passes. Random numbers limit it, and products
-# of adapters with one input run apart.
+# LoRA's dropout takes the time of moving this many bytes per value, in all passes: random numbers limit it, and
+# products of adapters with one input run apart.
 _DROPPED_BYTES = 28
 # Rate of the products of experts, each of some hundred rows, relative to that of other products.
 _EXPERTS = 0.65

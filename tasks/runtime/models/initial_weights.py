@@ -7,6 +7,7 @@ a check, such a run would go on, or be complete, as if it had begun with weights
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,9 +16,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from strata_platform.spec.run_spec import Adapter
 from strata_platform.spec.sections.model import Model
+from tasks.runtime.models.pretrained import readable
 
 # Key of the digest in a checkpoint's metadata.
 _KEY = "initial_weights"
@@ -26,24 +29,27 @@ _VALUES = 256
 
 
 def initial_weights(model: Model, adapter: Adapter) -> dict[str, str]:
-    """Metadata for checkpoints: a digest of the names, shapes and some values of the weights in the folder.
+    """Metadata for a run's checkpoints: a digest of the names, shapes and some values of the weights in the folder.
 
     {} if the model is not in a local folder, or has an adapter, whose checkpoints have `base_fingerprint`.
+
+    Raises ValueError if a file of weights cannot be read.
     """
     folder = Path(model.name)
     if adapter.type != "none" or model.from_scratch or not folder.is_dir():
         return {}
-    whole, digest = folder / "model.safetensors", hashlib.sha256()
-    # In the order of transformers, which reads no shards beside a whole file.
-    paths = [whole] if whole.is_file() else list(folder.glob("model-*.safetensors"))
-    with ExitStack() as opened:
-        files = [opened.enter_context(safe_open(str(path), framework="pt")) for path in paths]
-        # However the tensors are spread over files.
-        tensors = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+    digest = hashlib.sha256()
+    with readable(model.name), ExitStack() as opened:
+        tensors = _tensors(folder, opened)
         for name, held in sorted(tensors.items()):
             digest.update(f"{name} {held.get_slice(name).get_shape()}".encode())
             digest.update(_some_values(held, name).to(torch.bfloat16).view(torch.uint8).numpy().tobytes())
-    return {_KEY: digest.hexdigest()[:16]} if files else {}
+    return {_KEY: digest.hexdigest()[:16]} if tensors else {}
+
+
+def recorded_initial_weights(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """What `initial_weights` was when the run of the checkpoint with `metadata` began; {} if it has none."""
+    return {_KEY: metadata[_KEY]} if _KEY in metadata else {}
 
 
 def require_initial_weights(model: Model, adapter: Adapter, metadata: Mapping[str, Any]) -> None:
@@ -54,6 +60,22 @@ def require_initial_weights(model: Model, adapter: Adapter, metadata: Mapping[st
             f"model.name {model.name!r} has other weights than those that this run began with, and the run would "
             "not use them; restore them to continue, or choose another name to train from the new ones"
         )
+
+
+def _tensors(folder: Path, opened: ExitStack) -> dict[str, Any]:
+    """The open file of each tensor that transformers reads: of one file, or of those that the index names."""
+
+    def open_file(name: str) -> Any:
+        return opened.enter_context(safe_open(str(folder / name), framework="pt"))
+
+    if (folder / SAFE_WEIGHTS_NAME).is_file():
+        whole = open_file(SAFE_WEIGHTS_NAME)
+        return dict.fromkeys(whole.keys(), whole)
+    if not (index := folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
+        return {}
+    places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    files = {name: open_file(name) for name in set(places.values())}
+    return {name: files[place] for name, place in places.items()}
 
 
 def _some_values(file: Any, name: str) -> Tensor:

@@ -105,9 +105,11 @@ def _require_tied(model: PreTrainedModel, source: str) -> None:
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
     apart = [f"{name} to {tied[name]}" for name in sorted(tied.keys() - model.all_tied_weights_keys.keys())]
     if apart:
+        download = "" if Path(source).is_dir() else "download it, give the folder as model.name, and there "
         raise ValueError(
             f"model.name {source!r}: its config.json ties {', '.join(apart)}, but its weights have other values for "
-            "each; set tie_word_embeddings to false in config.json if both are meant, or remove the tensor that is not"
+            f"each; {download}set tie_word_embeddings to false in config.json if both are meant, or remove the tensor "
+            "that is not"
         )
 
 

@@ -42,7 +42,10 @@ class GradientSums:
         """Whether gradients are moved to the sums: in every backward pass of a step but the last."""
 
     def attach(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add the gradients of `parameters`, once the strategy has wrapped the model; in fp32, too, those in fp32."""
+        """Add the gradients of `parameters`, once the strategy has wrapped the model.
+
+        Those of fp32 parameters as well: CUDA graphs hand over the gradients of all parameters together.
+        """
         for parameter in parameters:
             if parameter.requires_grad:
                 # FSDP calls it for a shard when its gradient is reduced.
@@ -82,7 +85,11 @@ class GradientSums:
         assert isinstance(parameter, nn.Parameter)
         if self.active:
             assert parameter.grad is not None
-            self.add({parameter: local(parameter.grad)})
+            gradient = local(parameter.grad)
+            if gradient.device.type == "cpu" and torch.cuda.is_available():
+                # With `parallel.cpu_offload`, FSDP of PyTorch before 2.15 may still be copying it to host memory.
+                torch.cuda.current_stream().synchronize()
+            self.add({parameter: gradient})
             parameter.grad = None
 
     @torch.no_grad()

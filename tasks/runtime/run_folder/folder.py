@@ -42,6 +42,7 @@ _CHANGEABLE = {
         "micro_batch_size",
         "gradient_accumulation_steps",
         "tokens_per_step",
+        "gradient_accumulation_dtype",
         "gradient_checkpointing",
         "gradient_checkpointing_every",
         "gradient_checkpointing_except_last",

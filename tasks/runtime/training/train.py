@@ -51,7 +51,7 @@ from tasks.runtime.models.build import (
 )
 from tasks.runtime.models.config import compute_dtype
 from tasks.runtime.models.float8 import keep_slow_layers, quantize_frozen_weights, saves_frozen_weights
-from tasks.runtime.models.initial_weights import initial_weights
+from tasks.runtime.models.initial_weights import initial_weights, recorded_initial_weights
 from tasks.runtime.models.trained_weights import AVERAGED_BY
 from tasks.runtime.objectives import ObjectiveContext, build_validation_objective
 from tasks.runtime.objectives.training_step import TrainingStep, build_training_step
@@ -227,6 +227,11 @@ def build_job(
         whole=whole, generator=generator, steps=steps,
     )  # fmt: skip
     data = objective.prepare(start)
+    weights = (
+        recorded_initial_weights(metadata)
+        if continues
+        else run.processes.on_main(lambda: initial_weights(run.spec.model, run.spec.adapter))
+    )
     writer = CheckpointWriter(
         run.folder.checkpoints,
         model,
@@ -241,7 +246,7 @@ def build_job(
             "spec_hash": run.spec.hash(),
             "data_hash": data.manifest.identities[0],
             "base": base,
-            **run.processes.on_main(lambda: initial_weights(run.spec.model, run.spec.adapter)),
+            **weights,
             **({AVERAGED_BY: run.spec.optimizer.betas[0]} if run.spec.optimizer.type == "schedule_free" else {}),
             **float8,
             **objective.metadata(),

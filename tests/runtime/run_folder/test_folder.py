@@ -166,6 +166,11 @@ def test_the_rows_of_a_step_may_be_spread_but_not_changed(tmp_path):
         RunFolder.of(spec(tmp_path)).claim(spec(tmp_path, training={"gradient_accumulation_steps": 2}))
 
 
+def test_a_run_may_change_how_its_gradients_are_added(tmp_path):
+    RunFolder.of(spec(tmp_path)).claim(spec(tmp_path))
+    RunFolder.of(spec(tmp_path)).claim(spec(tmp_path, training={"gradient_accumulation_dtype": "bfloat16"}))
+
+
 def test_another_precision_is_another_run(tmp_path):
     two = {"topology": {"nproc_per_node": 2}, "training": {"micro_batch_size": 2}}
     RunFolder.of(spec(tmp_path)).claim(spec(tmp_path))

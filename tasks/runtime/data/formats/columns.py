@@ -117,7 +117,7 @@ def _are_other_positions(value: Any) -> bool:
 
 
 def _are_several(value: Any) -> bool:
-    return not isinstance(value, list) or len(value) > 1
+    return isinstance(value, list) and len(value) > 1
 
 
 _UNPACK = "give each sample a row of its own, which data.packing packs"

@@ -239,11 +239,16 @@ def _require_same_settings(config: dict[str, Any], settings: Lora) -> None:
         for name, value in given.items()
         if config.get(name, False) != value
     ]
-    wrong += [
+    unsupported = [
         f"{name} {json.dumps(config[name])} is not supported"
         for name, allowed in _UNSUPPORTED.items()
         if name in config and config[name] not in allowed
     ]
+    if unsupported:
+        raise ValueError(
+            f"adapter.init_from {settings.init_from!r}: {'; '.join(unsupported)}. Start from an adapter that was "
+            "trained without it, or leave adapter.init_from out"
+        )
     if wrong:
         raise ValueError(
             f"adapter.init_from {settings.init_from!r}: {'; '.join(wrong)}. Set the fields to the adapter's values"
