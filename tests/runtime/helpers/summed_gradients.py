@@ -23,6 +23,7 @@ STRATEGIES = (
     {"type": "fsdp"},
     {"type": "fsdp", "cpu_offload": True},
     *({"type": "deepspeed", "stage": stage} for stage in (1, 2, 3)),
+    {"type": "deepspeed", "stage": 1, "offload_optimizer": "cpu"},
 )
 
 
