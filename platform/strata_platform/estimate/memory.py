@@ -69,11 +69,12 @@ def memory_of(work: Workload) -> Memory:
         gradients /= shape.layers
     # The embedding gets its gradient last, when the activations of all layers are gone.
     table = 0.0 if work.lora or on_host else shape.table_parameters * work.weight_bytes / work.shards
-    within, after = gradients - (0.0 if shape.tied else min(table, gradients)), gradients
-    after += table if shape.tied else 0.0
-    if work.sums_in_float32:
-        # They exist in all passes but the last, DDP's buckets beside them. The embedding's gradient is added last.
-        before = within = gradients * 4 / work.weight_bytes + (gradients if work.parallel.type == "ddp" else 0.0)
+    within = gradients - (0.0 if shape.tied else min(table, gradients))
+    after = gradients + (table if shape.tied else 0.0)
+    if work.sum_bytes > work.weight_bytes:
+        # Sums exist in all passes but the last, DDP's buckets beside them. The embedding's gradient is added last.
+        sums = gradients * work.sum_bytes / work.weight_bytes
+        before = within = sums + (gradients if work.parallel.type == "ddp" else 0.0)
         after = before + table
     head, root = _unreduced_gradients(work)
     moments = (
@@ -98,7 +99,7 @@ def host_bytes(work: Workload) -> float:
     """Bytes that `parallel.cpu_offload` keeps in host memory: shards of weights, gradients and optimizer state."""
     if work.fsdp is None or not work.fsdp.cpu_offload:
         return 0.0
-    gradients = work.trained_parameters * (4 if work.sums_in_float32 else work.weight_bytes) / work.shards
+    gradients = work.trained_parameters * work.sum_bytes / work.shards
     return _weights(work) + gradients + optimizer_bytes(work) / work.shards
 
 

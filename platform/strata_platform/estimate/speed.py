@@ -171,9 +171,11 @@ def _optimizer(work: Workload, gpu: Gpu) -> float:
 
 
 def _gradient_sums(work: Workload, gpu: Gpu) -> float:
-    """Seconds to add gradients in fp32: each reads a gradient in bf16 and the sum, and writes the sum."""
-    added = work.training.gradient_accumulation_steps - 1 if work.sums_in_float32 else 0
-    return added * work.trained_parameters / work.shards * 10 / gpu.stream
+    """Seconds to add gradients in fp32: each addition reads a gradient and the sum, and writes the sum."""
+    if work.sum_bytes == work.weight_bytes:
+        return 0.0
+    moved = work.trained_parameters * (work.weight_bytes + 2 * work.sum_bytes) / work.shards
+    return (work.training.gradient_accumulation_steps - 1) * moved / gpu.stream
 
 
 def _waiting(work: Workload, gpu: Gpu, compute: float) -> float:

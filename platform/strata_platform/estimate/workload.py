@@ -130,9 +130,9 @@ class Workload:
         return (1 - kept / self.shape.layers) / every if every else 0.0
 
     @property
-    def sums_in_float32(self) -> bool:
-        """Whether micro-batches add gradients in float32 that are bfloat16 themselves."""
-        return self.training.sums_in_float32 and self.weight_bytes == 2
+    def sum_bytes(self) -> int:
+        """Bytes of a gradient between two micro-batches: more than those of a weight if they are added in float32."""
+        return 4 if self.training.sums_in_float32 else self.weight_bytes
 
     @property
     def trained_parameters(self) -> int:

@@ -97,6 +97,6 @@ def _log_gradient_sums(training: Training, model: PreTrainedModel) -> None:
     in_bfloat16 = has_bfloat16([parameter for parameter in model.parameters() if parameter.requires_grad])
     if training.sums_in_float32 and in_bfloat16:
         log.info("gradients of the %d micro-batches of a step are added in float32", steps)
-    elif training.gradient_accumulation_dtype == "float32":
-        why = "no trainable weight is bfloat16" if training.sums_in_float32 else "a step has one micro-batch"
-        log.warning("training.gradient_accumulation_dtype 'float32' has no effect: %s", why)
+    elif (given := training.gradient_accumulation_dtype) != "auto" and (steps == 1 or not in_bfloat16):
+        why = "a step has one micro-batch" if in_bfloat16 else "no trainable weight is bfloat16"
+        log.warning("training.gradient_accumulation_dtype %r has no effect: %s", given, why)

@@ -51,7 +51,7 @@ def test_the_last_row_of_one_matrix_is_told_apart(run):
 
 
 def test_a_resumed_run_keeps_what_it_began_with(run, monkeypatch):
-    """Also where the folder is gone by then."""
+    """Its checkpoints keep the digest of the first start; the folder is compared, and not recorded again."""
     spec, _ = run
     began = initial_weights(spec.model, spec.adapter)
     monkeypatch.setattr(train, "initial_weights", lambda *sections: pytest.fail("read again"))

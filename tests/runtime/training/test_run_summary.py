@@ -23,6 +23,7 @@ from tasks.runtime.training.run_summary import _log_gradient_sums
             {"gradient_accumulation_steps": 2, "gradient_accumulation_dtype": "float32"}, "float32",
             "has no effect: no trainable weight is bfloat16",
         ),
+        ({"gradient_accumulation_steps": 17, "gradient_accumulation_dtype": "bfloat16"}, "float32", "effect: no"),
         ({"tokens_per_step": 40960, "micro_batch_size": 1}, "bfloat16", "gradients of the 20 micro-batches"),
     ],
 )  # fmt: skip

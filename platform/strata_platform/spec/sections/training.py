@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from strata_platform.spec.sections.fields import Count, Decay, Flag, Integer, Number, Section, Text, number
 
-# Gradients in bfloat16 that a sum in bfloat16 bears: its error is then below 1.5 times that of one backward pass.
+# With as many, the error of a sum in bfloat16 is 1.1 times that of one backward pass: docs/benchmarks/precision.md.
 MOST_BFLOAT16_SUMMANDS = 16
 
 
@@ -147,8 +147,7 @@ class Optimizer(Section):
         None,
         description="Peak learning rate. By default 2e-3 from scratch, 2e-5 for a pretrained model, 2e-4 for an "
         "adapter, and a twentieth of these for `dpo`, `orpo`, `simpo`, `cpo`, `kto` and `grpo`. `lion` has a tenth of "
-        "that by default; `adafactor` has 1e-2, for an adapter 5e-2, relative to the size of the "
-        "weights.",
+        "that by default; `adafactor` has 1e-2, for an adapter 5e-2, relative to the size of the weights.",
     )
     betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="Decay rates of the two moments.")
     eps: Number = Field(1e-8, gt=0, le=1, description="Term added to the denominator of the update.")

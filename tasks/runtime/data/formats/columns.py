@@ -16,6 +16,7 @@ from tasks.runtime.data.chat.tools import COLUMN as TOOLS
 from tasks.runtime.data.chat.tools import drop_nulls
 from tasks.runtime.data.formats.token_rows import COLUMN as TOKENS
 from tasks.runtime.data.formats.token_rows import OPTIONAL as BESIDE_TOKENS
+from tasks.runtime.data.formats.token_rows import UNPACK
 from tasks.runtime.data.media.kinds import MEDIA
 from tasks.runtime.data.media.media_messages import media_columns
 from tasks.runtime.data.reading.rows import Row, describe_type, suggestion
@@ -120,9 +121,6 @@ def _are_several(value: Any) -> bool:
     return isinstance(value, list) and len(value) > 1
 
 
-_UNPACK = "give each sample a row of its own, which data.packing packs"
-
-
 class _Meaning(NamedTuple):
     """In which formats, and with which values, a column changes what a row means; its meaning; and what to do."""
 
@@ -172,9 +170,9 @@ _MEANINGS: dict[str, _Meaning] = {
     ),
     # Of rows that other trainers packed: a model would attend from one sample to the sample before it.
     "position_ids": _Meaning(
-        ("tokens",), _are_other_positions, "gives tokens other positions than 0, 1, 2, ..., as of packed rows", _UNPACK
+        ("tokens",), _are_other_positions, "gives tokens other positions than 0, 1, 2, ..., as of packed rows", UNPACK
     ),
-    "seq_lengths": _Meaning(("tokens",), _are_several, "says that the row packs several samples", _UNPACK),
+    "seq_lengths": _Meaning(("tokens",), _are_several, "says that the row packs several samples", UNPACK),
     "functions": _Meaning(CHATS, _is_given, "holds the tools of the chat", f"rename it to {TOOLS!r}"),
 }
 _SYNONYMS = {

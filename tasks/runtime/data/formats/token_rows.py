@@ -13,6 +13,8 @@ from tasks.runtime.data.reading.rows import Row, RowError, describe_type
 COLUMN, LABELS, MASK = "input_ids", "labels", "attention_mask"
 OPTIONAL = (LABELS, MASK)
 _IGNORE_INDEX = -100
+UNPACK = "give each sample a row of its own, which data.packing packs"
+"""What to do about rows that another trainer has packed."""
 
 
 def token_document(row: Row) -> list[Document]:
@@ -34,7 +36,7 @@ def token_document(row: Row) -> list[Document]:
         if (mask != 1).any():
             raise RowError(
                 f"{row.where}: column {MASK!r} has {mask.max()}: its numbers say that the row packs several samples; "
-                "give each sample a row of its own, which data.packing packs"
+                f"{UNPACK}"
             )
     if row.fields().get(LABELS) is not None:
         labels = _of_length(row, LABELS, ids.size)
