@@ -7,25 +7,20 @@ a check, such a run would go on, or be complete, as if it had begun with weights
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from torch import Tensor
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from strata_platform.spec.run_spec import Adapter
 from strata_platform.spec.sections.model import Model
 from tasks.runtime.models.pretrained import readable
+from tasks.runtime.models.weight_files import open_tensors, some_values
 
 # Key of the digest in a checkpoint's metadata.
 _KEY = "initial_weights"
-# Values of a row that are read.
-_VALUES = 256
 
 
 def initial_weights(model: Model, adapter: Adapter) -> dict[str, str]:
@@ -40,10 +35,10 @@ def initial_weights(model: Model, adapter: Adapter) -> dict[str, str]:
         return {}
     digest = hashlib.sha256()
     with readable(model.name), ExitStack() as opened:
-        tensors = _tensors(folder, opened)
+        tensors = open_tensors(folder, opened)
         for name, held in sorted(tensors.items()):
             digest.update(f"{name} {held.get_slice(name).get_shape()}".encode())
-            digest.update(_some_values(held, name).to(torch.bfloat16).view(torch.uint8).numpy().tobytes())
+            digest.update(some_values(held, name).to(torch.bfloat16).view(torch.uint8).numpy().tobytes())
     return {_KEY: digest.hexdigest()[:16]} if tensors else {}
 
 
@@ -60,32 +55,3 @@ def require_initial_weights(model: Model, adapter: Adapter, metadata: Mapping[st
             f"model.name {model.name!r} has other weights than those that this run began with, and the run would "
             "not use them; restore them to continue, or choose another name to train from the new ones"
         )
-
-
-def _tensors(folder: Path, opened: ExitStack) -> dict[str, Any]:
-    """The open file of each tensor that transformers reads: of one file, or of those that the index names."""
-
-    def open_file(name: str) -> Any:
-        return opened.enter_context(safe_open(str(folder / name), framework="pt"))
-
-    if (folder / SAFE_WEIGHTS_NAME).is_file():
-        whole = open_file(SAFE_WEIGHTS_NAME)
-        return dict.fromkeys(whole.keys(), whole)
-    if not (index := folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
-        return {}
-    places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    files = {name: open_file(name) for name in set(places.values())}
-    return {name: files[place] for name, place in places.items()}
-
-
-def _some_values(file: Any, name: str) -> Tensor:
-    """Values of the first row of a tensor, of one in the middle, and of the last."""
-    part = file.get_slice(name)
-    count, *inner = part.get_shape() or [0]
-    if not count:
-        tensor: Tensor = file.get_tensor(name)
-        return tensor.flatten()
-    rows = sorted({0, count // 2, count - 1})
-    # Of experts, a row is a matrix.
-    rest = [slice(0, 1)] * (len(inner) - 1)
-    return torch.cat([part[(slice(row, row + 1), *rest)].flatten()[:_VALUES] for row in rows])

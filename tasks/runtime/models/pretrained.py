@@ -6,14 +6,15 @@ transformers gives a tensor that the folder lacks random values, passes over one
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import HfApi
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from strata_platform.file_io import require_regular_files
@@ -23,6 +24,7 @@ from strata_platform.spec.sections.model import SCORE, Model
 from strata_platform.spec.sections.objectives import Distill, Grpo
 from tasks.runtime.models.media.multimodal import AUDIO_FAMILIES
 from tasks.runtime.models.score_head import class_of, initialize, options_of
+from tasks.runtime.models.weight_files import open_tensors, some_values
 from tasks.runtime.process.errors import Unreachable
 from tasks.runtime.process.hub import asking_hub
 
@@ -51,7 +53,8 @@ def load_pretrained(
             tokens in the source is left out; a head that it lacks gets random values.
         seed: of these values; None for a source that must have the head.
         allow_extra: tensors that the model lacks are no problem either, as those of layers that were cut off.
-        options: further arguments of `from_pretrained`. With `device_map="meta"` no tensor is read, only the headers.
+        options: further arguments of `from_pretrained`. With `device_map="meta"` only headers are read, and some values
+            of tied tensors.
 
     Raises:
         ValueError: the model cannot be read; it is an adapter, which transformers would load with its base model; or
@@ -99,18 +102,43 @@ def load_pretrained(
 def _require_tied(model: PreTrainedModel, source: str) -> None:
     """Raises ValueError if the weights have values of their own for what config.json ties.
 
-    transformers leaves these untied. A model that is built of config.json alone, as by other ranks, a resumed run and
-    the export, has one tensor for both.
+    transformers leaves these untied, and compares no tensors on the meta device. A model that is built of config.json
+    alone, as by other ranks, a resumed run and the export, has one tensor for both.
     """
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
-    apart = [f"{name} to {tied[name]}" for name in sorted(tied.keys() - model.all_tied_weights_keys.keys())]
+    apart = tied.keys() - model.all_tied_weights_keys.keys()
+    if model.device.type == "meta" and Path(source).is_dir():
+        apart |= _differing(tied, Path(source))
     if apart:
         download = "" if Path(source).is_dir() else "download it, give the folder as model.name, and there "
+        pairs = ", ".join(f"{name} to {tied[name]}" for name in sorted(apart))
         raise ValueError(
-            f"model.name {source!r}: its config.json ties {', '.join(apart)}, but its weights have other values for "
+            f"model.name {source!r}: its config.json ties {pairs}, but its weights have other values for "
             f"each; {download}set tie_word_embeddings to false in config.json if both are meant, or remove the tensor "
             "that is not"
         )
+
+
+def _differing(tied: Mapping[str, str], folder: Path) -> set[str]:
+    """The keys of `tied` whose tensor in the folder differs from that of the name that it is tied to.
+
+    Compares some values, in bf16: what differs there differs in the dtype of any run.
+    """
+    with ExitStack() as opened:
+        tensors = open_tensors(folder, opened)
+
+        def values(name: str) -> Tensor | None:
+            # transformers renames tensors of some families, all but the end.
+            end = "." + ".".join(name.split(".")[-2:])
+            found = [held for held in tensors if held == name] or [held for held in tensors if f".{held}".endswith(end)]
+            return some_values(tensors[found[0]], found[0]).to(torch.bfloat16) if len(found) == 1 else None
+
+        read = {name: (values(name), values(source)) for name, source in tied.items()}
+    return {
+        name
+        for name, (own, other) in read.items()
+        if own is not None and other is not None and not torch.equal(own, other)
+    }
 
 
 def _listed(names: list[str], meaning: str) -> str:
@@ -187,7 +215,8 @@ def _has_no_weights(source: str, revision: str | None) -> bool:
 
 
 def require_complete_weights(model: Model, objective: Objective) -> None:
-    """Raises ValueError if the weights in a local folder are not those of its model. Reads headers only.
+    """Raises ValueError if the weights in a local folder are not those of its model. Reads headers, and some
+    values of tied tensors.
 
     Checks `model.name`, `objective.teacher` and reward models. Models on the Hub are checked when they are loaded.
     """

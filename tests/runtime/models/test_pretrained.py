@@ -1,6 +1,7 @@
 """Pretrained weights are exactly those of the model."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tasks.runtime.export import check_folder
 from tasks.runtime.models import pretrained
 from tasks.runtime.models.build import build_model
 from tasks.runtime.models.pretrained import load_pretrained, require_complete_weights
+from tests.runtime.helpers.vision_models import gemma3
 
 SIZES = {"vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 1}
 
@@ -49,16 +51,30 @@ def test_tied_and_ignored_tensors_are_no_problem(tmp_path):
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_a_head_of_its_own_that_the_config_ties_is_refused(tmp_path):
+@pytest.mark.parametrize("device_map", [None, "meta"])
+def test_a_head_of_its_own_that_the_config_ties_is_refused(tmp_path, device_map):
     """transformers would train it, but what is built of config.json has none: the export would be another model."""
     save(tmp_path, tied=True)
     embeddings = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
     change(tmp_path, **{"lm_head.weight": embeddings.clone()})
-    assert load_pretrained(str(tmp_path)).config.tie_word_embeddings
+    assert load_pretrained(str(tmp_path), device_map=device_map).config.tie_word_embeddings
     change(tmp_path, **{"lm_head.weight": embeddings + 1})
     told = r"config\.json ties lm_head\.weight to model\.embed_tokens\.weight, but .* set tie_word_embeddings to false"
     with pytest.raises(ValueError, match=told):
-        load_pretrained(str(tmp_path))
+        load_pretrained(str(tmp_path), device_map=device_map)
+
+
+def test_tied_tensors_are_compared_under_the_names_of_the_folder(tmp_path):
+    """Of some families, transformers renames what it reads."""
+    gemma3(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (name,) = (name for name in tensors if name.endswith("embed_tokens.weight"))
+    assert name == "language_model.model.embed_tokens.weight"
+    model = Model(name=str(tmp_path))
+    for added, refused in ((0, False), (1, True)):
+        change(tmp_path, **{"language_model.lm_head.weight": tensors[name] + added})
+        with pytest.raises(ValueError, match=r"ties lm_head\.weight") if refused else nullcontext():
+            require_complete_weights(model, RunSpec().objective)
 
 
 def test_every_difference_is_told_at_once(tmp_path):
