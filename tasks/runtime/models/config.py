@@ -122,6 +122,12 @@ def require_attention(model: Model) -> None:
         log.warning("model.name %r: %s", model.name, cost)
 
 
+def rope_sets(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """The `rope_parameters` of a text configuration: one set for all layers, or one for each layer type."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [value for value in rope.values() if isinstance(value, dict)] or [rope]
+
+
 def has_router_loss(model: Model) -> bool:
     """Whether the model is a mixture of experts whose configuration adds an auxiliary loss of its routers."""
     return bool(getattr(load_config(model).get_text_config(), "output_router_logits", False))

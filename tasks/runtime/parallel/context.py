@@ -27,7 +27,7 @@ from strata_platform.spec.sections.parallel import Fsdp
 from tasks.runtime.data.context_shards import context_chunks
 from tasks.runtime.models.attention.attention_choice import choose_attention
 from tasks.runtime.models.attention.varlen_attention import VarlenLayout, packed_attention, unsupported_reason
-from tasks.runtime.models.config import load_config
+from tasks.runtime.models.config import load_config, rope_sets
 from tasks.runtime.models.layer_configs import layer_configs
 from tasks.runtime.parallel.collectives import AllGather, AllToAll, Group
 from tasks.runtime.process.ranks import Processes
@@ -74,9 +74,7 @@ def _unsupported_reason(config: PretrainedConfig) -> str | None:
         return reason
     if choose_attention("auto", config) != "sdpa":
         return "has attention that PyTorch's sdpa does not compute"
-    rope = getattr(config, "rope_parameters", None) or {}
-    # One set for all layers, or one for each layer type.
-    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+    for parameters in rope_sets(config):
         if parameters.get("rope_type") in ("dynamic", "longrope"):
             kind = parameters["rope_type"]
             return f"has rotary embeddings that depend on the length of a row (rope_type {kind!r})"

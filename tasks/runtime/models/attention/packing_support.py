@@ -25,7 +25,7 @@ from strata_platform.spec.sections.objectives import PAIRED
 from tasks.runtime.models.attention.attention_choice import choose_attention
 from tasks.runtime.models.attention.recurrent_layers import needs_gpu, recurrent_layers
 from tasks.runtime.models.build import build_model_on_meta, is_on_meta, support_packed_rows
-from tasks.runtime.models.config import load_config
+from tasks.runtime.models.config import load_config, rope_sets
 from tasks.runtime.models.media.multimodal import has_rope_index, is_multimodal
 from tasks.runtime.models.score_head import scores
 
@@ -35,9 +35,6 @@ log = logging.getLogger(__name__)
 _FIRST, _SECOND = 5, 4
 # Families that are known to support packing, so that the probe, a pass on the CPU, can be skipped.
 SUPPORTS_PACKING = frozenset(ROWS) - {"falcon_h1"} | {"mixtral", "qwen2_moe", "qwen3_moe"}
-
-# Kinds of RoPE whose frequencies depend on the length of the text.
-_SHARED_ROTATIONS = ("dynamic", "longrope")
 
 # Sizes of a small model.
 _SMALL = {
@@ -228,15 +225,18 @@ def require_position_embeddings(model: Model, sequence_length: int) -> None:
 def _warn_of_shared_rotation(model: Model, sequence_length: int) -> None:
     """transformers chooses the frequencies of these kinds of RoPE by the largest position of a batch."""
     config = load_config(model).get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") not in _SHARED_ROTATIONS:
-        return
-    most = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-    if sequence_length > most:
+    kinds: dict[str, int] = {}
+    for rope in rope_sets(config):
+        if rope.get("rope_type") == "longrope":
+            kinds["longrope"] = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        elif rope.get("rope_type") == "dynamic":
+            kinds["dynamic"] = config.max_position_embeddings
+    kind = min(kinds, key=kinds.__getitem__, default=None)
+    if kind is not None and sequence_length > (most := kinds[kind]):
         log.warning(
             "model.name %r: its RoPE of type %r rotates a whole batch by other frequencies once one of its samples, or "
             "the padding of a row, has more than %d tokens. So losses depend on the samples in a batch; with "
-            "data.sequence_length up to %d they do not", model.name, rope["rope_type"], most, most,
+            "data.sequence_length up to %d they do not", model.name, kind, most, most,
         )  # fmt: skip
 
 

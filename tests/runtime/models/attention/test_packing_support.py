@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     DeepseekV3Config,
+    Gemma3TextConfig,
     GPT2Config,
     GptOssConfig,
     GraniteMoeConfig,
@@ -18,6 +19,8 @@ from transformers import (
     MambaConfig,
     Qwen3NextConfig,
 )
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.sections.data import Data
@@ -220,23 +223,49 @@ def test_llama_4_is_packed_while_its_scale_is_one(tmp_path, length, packing, ref
         require_planned_packing_support(spec)
 
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
+LONG = {
+    "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+PLAIN = {"rope_type": "default"}
+
+
 @pytest.mark.parametrize(
     ("rope", "most"),
     [
-        ({"rope_type": "dynamic", "factor": 4.0}, 128),
-        (
-            {
-                "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
-                "original_max_position_embeddings": 32,
-            },
-            32,
-        ),
-        ({"rope_type": "default"}, None),
+        (DYNAMIC, 128),
+        # transformers does not read it for this type.
+        ({**DYNAMIC, "original_max_position_embeddings": 32}, 128),
+        (LONG, 32),
+        (PLAIN, None),
+        ({"sliding_attention": PLAIN, "full_attention": DYNAMIC}, 128),
+        ({"sliding_attention": DYNAMIC, "full_attention": LONG}, 32),
+        ({"sliding_attention": PLAIN, "full_attention": PLAIN}, None),
     ],
-    ids=["dynamic", "longrope", "default"],
-)  # fmt: skip
+    ids=["dynamic", "dynamic-original", "longrope", "default", "layers-dynamic", "layers-both", "layers-default"],
+)
 def test_a_rotation_that_depends_on_the_batch_is_told(rope, most, tmp_path, caplog):
-    config = LlamaConfig(**_SMALL, max_position_embeddings=128, rope_parameters={"rope_theta": 1e4, **rope})
+    sets = {name: {"rope_theta": 1e4, **one} for name, one in rope.items() if isinstance(one, dict)}
+    if sets:
+        config = Gemma3TextConfig(
+            **_SMALL, max_position_embeddings=128, layer_types=list(sets), sliding_window=8, rope_parameters=sets
+        )
+        rotary = Gemma3RotaryEmbedding(config)
+    else:
+        config = LlamaConfig(**_SMALL, max_position_embeddings=128, rope_parameters={"rope_theta": 1e4, **rope})
+        rotary = LlamaRotaryEmbedding(config)
+
+    def first_rotations(length):
+        """Those of the first tokens of a text of such a length, by layer type."""
+        positions = torch.arange(length)[None]
+        kinds = [{"layer_type": name} for name in sets] or [{}]
+        return torch.stack([rotary(torch.ones(1), positions, **kind)[0][:, :8] for kind in kinds])
+
+    expected = first_rotations(8)
+    assert first_rotations(most or 4096).equal(expected)
+    assert first_rotations((most or 4096) + 1).equal(expected) == (most is None)
+
     config.save_pretrained(tmp_path)
     model = Model(name=str(tmp_path))
     require_position_embeddings(model, most or 4096)
