@@ -35,6 +35,8 @@ _NO_CLASS = re.compile(
 )
 # Names of tensors that an error lists.
 _SHOWN = 3
+# Seconds that the Hub has to answer before an error goes without advice; its client would wait forever.
+_ADVICE_TIMEOUT = 5.0
 # Files of weights, be they of another framework, and the lists of their parts.
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf"}
 
@@ -207,7 +209,8 @@ def _has_no_weights(source: str, revision: str | None) -> bool:
         names = [path.name for path in Path(source).iterdir()]
     else:
         try:
-            names = HfApi().list_repo_files(source, revision=revision)
+            files = HfApi().model_info(source, revision=revision, timeout=_ADVICE_TIMEOUT).siblings
+            names = [file.rfilename for file in files or ()]
         # The client's errors have no common base class, and it was asked for advice alone.
         except Exception:
             return False

@@ -1,10 +1,14 @@
 """Pretrained weights are exactly those of the model."""
 
 import json
+import socket
 from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import HfApi, constants
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -13,7 +17,7 @@ from strata_platform.spec.sections.model import Model
 from tasks.runtime.export import check_folder
 from tasks.runtime.models import pretrained
 from tasks.runtime.models.build import build_model
-from tasks.runtime.models.pretrained import load_pretrained, require_complete_weights
+from tasks.runtime.models.pretrained import advising_random_weights, load_pretrained, require_complete_weights
 from tests.runtime.helpers.vision_models import gemma3
 
 SIZES = {"vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 1}
@@ -110,7 +114,8 @@ ADVICE = "; to train from scratch, set model.init to 'random'"
 def test_a_model_without_any_weights_may_be_trained_from_scratch(tmp_path, monkeypatch, names, advised, on_the_hub):
     for name in names:
         (tmp_path / name).write_text("{}")
-    monkeypatch.setattr(pretrained.HfApi, "list_repo_files", lambda self, name, revision: names)
+    info = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in names])
+    monkeypatch.setattr(pretrained.HfApi, "model_info", lambda self, name, revision, timeout: info)
 
     def lacks_a_file(*arguments, **options):
         raise OSError("in other words")
@@ -126,6 +131,17 @@ def test_a_model_without_any_weights_may_be_trained_from_scratch(tmp_path, monke
 def test_a_hub_that_lists_no_files_gives_no_advice():
     with pytest.raises(ValueError, match=r"model\.name 'acme/model' cannot be read: .* weights as safetensors$"):
         build_model(Model(name="acme/model"), 0)
+
+
+def test_advice_does_not_wait_for_a_hub_that_never_answers(monkeypatch):
+    monkeypatch.setattr(pretrained, "_ADVICE_TIMEOUT", 0.05)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    # The kernel accepts the connection, and nobody reads from it.
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setattr(pretrained, "HfApi", partial(HfApi, endpoint=endpoint))
+        with pytest.raises(ValueError, match=r"^in other words$"), advising_random_weights("acme/model"):
+            raise ValueError("in other words") from OSError()
 
 
 def test_layers_that_are_cut_off_are_extra_tensors(tmp_path):
