@@ -318,7 +318,9 @@ def _wrong_type(model: type[BaseModel], item: ErrorDetails, location: _Location)
     assert location.field is not None
     allowed, path = join_or(map(repr, sections(location.field))), f"{location.path}.type"
     if item["type"] == "union_tag_not_found":
-        return _Finding(Problem(path, "required", allowed=allowed), location.keys)
+        having = _types_with(item["input"], sections(location.field))
+        message = f"required; {having}" if having else "required"
+        return _Finding(Problem(path, message, allowed=allowed), location.keys)
     if not isinstance(item["input"], Mapping):
         return _not_a_section(model, item, location)
     given = item["input"]["type"]
@@ -327,6 +329,18 @@ def _wrong_type(model: type[BaseModel], item: ErrorDetails, location: _Location)
     # With the suggested type, the section's other fields are checked, too.
     instead = suggestion.split()[0] if suggestion else None
     return _Finding(problem, (*location.keys, "type") if suggestion else location.keys, instead)
+
+
+def _types_with(given: Mapping[str, Any], choices: Mapping[str, type[BaseModel]]) -> str | None:
+    """`beta is a field of 'dpo' or 'kto'`: the types that have the given fields, as far as not all types have them."""
+    fields = {name: {tag for tag, section in choices.items() if name in section.model_fields} for name in given}
+    told = [name for name, tags in fields.items() if 0 < len(tags) < len(choices)]
+    having = [repr(tag) for tag in choices if all(tag in fields[name] for name in told)]
+    if not told or not having:
+        return None
+    *most, last = told
+    names = f"{', '.join(most)} and {last} are fields" if most else f"{last} is a field"
+    return f"{names} of {join_or(having)}"
 
 
 def _validator_message(model: type[BaseModel], item: ErrorDetails, location: _Location) -> _Finding:

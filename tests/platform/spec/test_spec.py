@@ -890,6 +890,28 @@ def test_recipe_has_the_fingerprint_of_files_and_survives_json():
     assert DataRecipe.model_validate_json(recipe.model_dump_json()) == recipe
 
 
+@pytest.mark.parametrize(
+    ("section", "fields", "told"),
+    [
+        (
+            "objective",
+            {"beta": 0.1},
+            "required; beta is a field of 'dpo', 'kto', 'orpo', 'simpo', 'cpo', 'distill' or 'grpo'",
+        ),
+        ("objective", {"beta": 0.1, "label_smoothing": 0}, "required; beta and label_smoothing are fields of {both}"),
+        ("objective", {"teacher": "a", "rewards": []}, "required"),
+        ("objective", {"num_generations": 8}, "required"),
+        ("objective", {}, "required"),
+        ("adapter", {"r": 8}, "required; r is a field of 'lora'"),
+    ],
+)
+def test_fields_without_a_type_name_the_types_that_have_them(section, fields, told):
+    with pytest.raises(SpecError) as caught:
+        RunSpec.model_validate({section: fields})
+    (problem,) = caught.value.problems
+    assert (problem.path, problem.message) == (f"{section}.type", told.format(both="'dpo', 'simpo' or 'cpo'"))
+
+
 def test_a_recipe_needs_its_fields():
     with pytest.raises(SpecError) as caught:
         DataRecipe.model_validate({"seed": 1, "model": "m", "revision": None, "tokenizer": None})
