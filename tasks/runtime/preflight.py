@@ -135,7 +135,7 @@ CHECKS = (
         ("plan", "launch"),
         "models.score_head:require_score_head",
         ("spec.model",),
-        "with objective.type reward, transformers has a model of the family that scores texts",
+        "with objective.type reward, transformers has a model of the family that scores texts, by one score",
     ),
     Check(
         "packed rows",

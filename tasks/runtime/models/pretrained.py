@@ -23,7 +23,7 @@ from strata_platform.spec.run_spec import Objective
 from strata_platform.spec.sections.model import SCORE, Model
 from strata_platform.spec.sections.objectives import Distill, Grpo
 from tasks.runtime.models.media.multimodal import AUDIO_FAMILIES
-from tasks.runtime.models.score_head import class_of, initialize, options_of
+from tasks.runtime.models.score_head import class_of, initialize, options_of, require_one_score
 from tasks.runtime.models.weight_files import open_tensors, some_values
 from tasks.runtime.process.errors import Unreachable
 from tasks.runtime.process.hub import asking_hub
@@ -77,6 +77,8 @@ def load_pretrained(
         )
     if hasattr(model, "peft_config"):
         raise _is_adapter(source)
+    if head == "score":
+        require_one_score(source, config, trained=seed is None)
     shapes = [f"{name} {list(held)}, not {list(wanted)}" for name, held, wanted in sorted(found["mismatched_keys"])]
     extra = [] if allow_extra else sorted(found["unexpected_keys"])
     missing = sorted(found["missing_keys"])

@@ -67,8 +67,23 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> SequenceClassifierOutput:
     return SequenceClassifierOutput(logits=self.score(hidden).squeeze(-1))
 
 
+def require_one_score(source: str, config: PretrainedConfig, *, trained: bool = False) -> None:
+    """Raises ValueError if `source`, which has this configuration, scores texts by more than one number.
+
+    trained: whether it must have a head for one score already.
+    """
+    base = "" if trained else ", or the language model that it was trained from, which gets a new head for one score"
+    if head_of(config) == "score" and config.num_labels != 1:
+        raise ValueError(
+            f"model.name {source!r} is a classifier with {config.num_labels} scores for a text (num_labels); a reward "
+            f"model has one. Give a reward model with num_labels 1{base}"
+        )
+
+
 def require_score_head(model: Model) -> None:
-    """Raises ValueError if `model` scores texts and transformers has no such model of this family."""
+    """Raises ValueError if `model` scores texts and transformers has no such model of this family, or it has several
+    scores.
+    """
     from tasks.runtime.models.config import load_config
 
     if model.head != "score":
@@ -80,3 +95,5 @@ def require_score_head(model: Model) -> None:
             f"objective.type 'reward': transformers has no AutoModelForSequenceClassification of model.name "
             f"{model.name!r} ({config.model_type}); choose a model of another family, such as Llama, Qwen or Mistral"
         )
+    if not model.from_scratch:
+        require_one_score(model.name, load_config(model.with_head("tokens")))

@@ -14,15 +14,19 @@ from transformers import (
     AutoTokenizer,
     GPT2Config,
     GPTNeoXConfig,
+    LlamaConfig,
+    LlamaForSequenceClassification,
 )
 
 from strata_platform.spec import DataRecipe, RunSpec
+from strata_platform.spec.sections.model import Model
 from tasks.runtime.data import collate, collate_flat, fingerprint, prepare
 from tasks.runtime.evaluation.evaluate_model import evaluate
 from tasks.runtime.export.export_model import export
 from tasks.runtime.models.attention.packing_support import require_packing_support
 from tasks.runtime.models.build import build_model
 from tasks.runtime.models.planned_model import require_kernels
+from tasks.runtime.models.pretrained import require_complete_weights
 from tasks.runtime.models.score_head import require_score_head, score_positions
 from tasks.runtime.models.trained_weights import build_trained_model, collect_weights
 from tasks.runtime.objectives import build_objective
@@ -208,3 +212,27 @@ def test_a_family_without_such_a_model_is_refused(tmp_path):
     )
     with pytest.raises(ValueError, match="transformers has no AutoModelForSequenceClassification"):
         require_score_head(spec.model)
+
+
+def test_a_classifier_is_refused_with_the_number_of_its_scores(tmp_path):
+    width = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8}
+    sizes = {**width, "num_hidden_layers": 1, "num_attention_heads": 1}
+    LlamaForSequenceClassification(LlamaConfig(**sizes, num_labels=3)).save_pretrained(tmp_path)
+    spec = RunSpec(model={"name": str(tmp_path)}, objective={"type": "reward"}, data={"source": "a.jsonl"})
+    message = r"model\.name .* with 3 scores for a text \(num_labels\); a reward model has one\. .* language model"
+    # Only the first knows the folder of a model on the Hub.
+    for refuses in (
+        lambda: require_score_head(spec.model),
+        lambda: require_complete_weights(spec.model, spec.objective),
+        lambda: build_model(spec.model, seed=0),
+    ):
+        with pytest.raises(ValueError, match=message):
+            refuses()
+    grpo = {"type": "grpo", "rewards": [{"model": str(tmp_path)}]}
+    spec = RunSpec(objective=grpo, data={"source": "a.jsonl", "sequence_length": 1024})
+    message = r"^objective\.rewards\[0\]\.model: .* with 3 scores .* Give a reward model with num_labels 1$"
+    with pytest.raises(ValueError, match=message):
+        require_complete_weights(spec.model, spec.objective)
+    random = Model(name=str(tmp_path), init="random").with_head("score")
+    require_score_head(random)
+    assert build_model(random, seed=0).score.weight.shape == (1, 8)
