@@ -4,6 +4,8 @@ They are those of TRL, axolotl, LLaMA-Factory, Unsloth and torchtitan. The close
 else: `num_generations` is like `num_iterations`, `lora_r` like `lora_dropout`, `gradient_checkpointing` like
 `checkpoint`. docs/other-trainers.md lists the names that are no settings of objectives,
 docs/settings-to-leave-out.md those without a field.
+
+A name with a dot is that of a setting in the section before it alone.
 """
 
 from __future__ import annotations
@@ -108,9 +110,11 @@ OTHER_NAMES = {
     "noisy_embedding_alpha": "training.neftune_noise_alpha",
     "torch_compile": "training.compile",
     "fp8": "training.float8",
+    "quantize": "training.float8",
     "full_determinism": "training.deterministic",
     "learning_rate": "optimizer.lr",
     "optim": "optimizer.type",
+    "optimizer.name": "optimizer.type",
     "use_muon": "optimizer.type",
     "adam_beta1": "optimizer.betas",
     "adam_beta2": "optimizer.betas",
@@ -177,6 +181,7 @@ OTHER_NAMES = {
     "lora_o_kernel": "kernels.enabled",
     "use_kernels": "kernels.enabled",
     "save_steps": "checkpoint.every",
+    "checkpoint.interval": "checkpoint.every",
     "saves_per_epoch": "checkpoint.per_epoch",
     "save_strategy": "checkpoint.every",
     "save_total_limit": "checkpoint.keep_last",
@@ -341,10 +346,14 @@ NO_FIELDS = {
     "wandb_log_model": _METRICS,
     "wandb_run_id": _SELF + "a run that continues continues its run of the tracker",
     "plugins": "code of your own is named by data.format, objective.type 'custom' and runtime.callbacks",
+    "job": "its dump_folder is output, and its description name",
+    "metrics": "its settings are fields of tracking",
     "trl": "its settings are fields of objective and of objective.generation",
     "vllm": "its settings are fields of objective.generation",
 }
 """Names of settings that have no field, and what to do instead."""
+AT_THE_TOP = frozenset({"job", "metrics"})
+"""Of these, sections that are answered at the top of a spec alone: `evaluation.metrics` means something else."""
 
 _NF4 = dict.fromkeys(("4", "4bit", "int4", "true", "bnb"), "nf4")
 OTHER_VALUES: dict[str, dict[str, str]] = {

@@ -28,7 +28,14 @@ from strata_platform.spec.describe import (
     literals,
     sections,
 )
-from strata_platform.spec.other_names import NAMES_IN_SOURCES, NO_FIELDS, OTHER_NAMES, OTHER_VALUES, PER_EPOCH
+from strata_platform.spec.other_names import (
+    AT_THE_TOP,
+    NAMES_IN_SOURCES,
+    NO_FIELDS,
+    OTHER_NAMES,
+    OTHER_VALUES,
+    PER_EPOCH,
+)
 
 Spec = TypeVar("Spec", bound=BaseModel)
 
@@ -237,7 +244,7 @@ def _unknown_field(model: type[BaseModel], item: ErrorDetails, location: _Locati
         message, allowed = f"a field of type {join_or(having)} alone", ", ".join(fields)
     elif suggestion is None and name in model.model_fields and name != "name":
         message = f"no such field here; {name!r} stands at the top of the spec"
-    elif suggestion is None and (instead := _no_field(name, item["input"])) is not None:
+    elif suggestion is None and (instead := _no_field(location, item["input"])) is not None:
         message = f"{message}; {instead}"
     elif (suggestion := suggestion or _other_name(location, item["input"])) in PER_EPOCH.values() and (
         OTHER_NAMES.get(name) in PER_EPOCH
@@ -251,8 +258,11 @@ def _unknown_field(model: type[BaseModel], item: ErrorDetails, location: _Locati
     return _Finding(Problem(location.path, message, allowed=allowed, suggestion=suggestion), location.keys)
 
 
-def _no_field(name: str, given: Any) -> str | None:
+def _no_field(location: _Location, given: Any) -> str | None:
     """What to do instead of a setting that has no field, be it for this value alone."""
+    *above, name = location.keys
+    if above and name in AT_THE_TOP:
+        return None
     eight_bits = name == "quantization_bit" and str(given) == "8"
     return NO_FIELDS.get("load_in_8bit" if eight_bits else name)
 
@@ -273,7 +283,7 @@ def _other_name(location: _Location, given: Any) -> str | None:
     *above, name = location.keys
     if above[:1] == ["data"] and name in NAMES_IN_SOURCES:
         return NAMES_IN_SOURCES[name]
-    meant = OTHER_NAMES.get(name)
+    meant = OTHER_NAMES.get(".".join(location.keys)) or OTHER_NAMES.get(name)
     if meant is None:
         return None
     section, *field = meant.split(".")

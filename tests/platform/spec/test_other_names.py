@@ -23,7 +23,7 @@ def test_names_of_other_trainers_lead_to_fields_that_there_are(name):
 def test_the_page_for_users_of_other_trainers_has_the_names_that_errors_know():
     page = (Path(__file__).parents[3] / "docs/other-trainers.md").read_text()
     rows = re.findall(r"^\| (`.*?) \| `([\w.]+)` \|", page.split("## Names")[1], re.MULTILINE)
-    listed = {name: field for names, field in rows for name in re.findall(r"`(\w+)`", names)}
+    listed = {name: field for names, field in rows for name in re.findall(r"`([\w.]+)`", names)}
     of_objectives = {name for name, field in OTHER_NAMES.items() if re.match(r"objective\.(?!type$)", field)}
     assert listed == {name: field for name, field in OTHER_NAMES.items() if name not in of_objectives}
 
@@ -141,6 +141,25 @@ def test_a_name_without_a_field_is_answered_by_what_to_do(name):
     with pytest.raises(SpecError) as error:
         RunSpec.model_validate({name: "a"})
     assert [str(problem) for problem in error.value.problems] == [f"{name}: no such field; {NO_FIELDS[name]}"]
+
+
+@pytest.mark.parametrize(
+    ("section", "given", "meant"),
+    [
+        ("optimizer", {"name": "AdamW"}, "optimizer.type"),
+        ("checkpoint", {"interval": 500}, "checkpoint.every"),
+        ("quantize", {"linear": {}}, "training.float8"),
+        # The same names elsewhere are other settings.
+        ("schedule", {"name": "cosine"}, None),
+        ("evaluation", {"interval": 500}, None),
+        ("evaluation", {"metrics": ["accuracy"]}, None),
+    ],
+)
+def test_names_of_torchtitan_lead_to_fields_in_the_section_that_they_stand_in(section, given, meant):
+    with pytest.raises(SpecError) as error:
+        RunSpec.model_validate({section: given})
+    (problem,) = error.value.problems
+    assert (problem.message, problem.suggestion) == ("no such field", meant)
 
 
 @pytest.mark.parametrize("bits", [8, "8"])
