@@ -87,6 +87,24 @@ def test_rows_that_an_adapter_leaves_frozen_are_told(folder, output, caplog, mod
         require_adapter(spec_of(output, output / "untied", "told", modules_to_save=["norm"]))
 
 
+def test_tokens_that_the_model_has_learned_are_not_new(folder, output, caplog):
+    """A second stage, from the exported model of the first, may leave their rows frozen."""
+    spec = spec_of(output, folder, "learned", modules_to_save=["norm"])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(ADDED, special_tokens=True)
+    tokenizer.save_pretrained(output / "stage")
+    model = build_model(spec.model, spec.seed)
+    model.save_pretrained(output / "stage")
+    model.resize_token_embeddings(len(tokenizer) - 1)
+    model.save_pretrained(output / "short")
+    tokenizer.save_pretrained(output / "short")
+    caplog.clear()
+    require_adapter(spec_of(output, output / "stage", "learned", modules_to_save=["norm"]))
+    assert not caplog.text
+    with pytest.raises(ValueError, match=r"leaves the rows of model\.add_special_tokens untrained"):
+        require_adapter(spec_of(output, output / "short", "learned", modules_to_save=["norm"]))
+
+
 @pytest.mark.parametrize("adapter", [{}, {"r": 4, "modules_to_save": ["embed_tokens"]}], ids=["whole", "adapter"])
 def test_exported_tokens_are_read_back(folder, output, adapter):
     spec = spec_of(output, folder, "adapter" if adapter else "whole", **adapter)

@@ -85,6 +85,16 @@ def load_config(model: Model) -> PretrainedConfig:
     return config
 
 
+def new_tokens(model: Model) -> list[str]:
+    """`model.add_special_tokens` without those of its own tokenizer that the model embeds, as after a first stage."""
+    added = list(model.add_special_tokens)
+    if not added or model.tokenizer:
+        return added
+    known = read_tokenizer(model.name, model.revision, field="model.name").get_vocab()
+    embedded = load_config(model.model_copy(update={"add_special_tokens": ()})).get_text_config().vocab_size
+    return [token for token in added if known.get(token, embedded) >= embedded]
+
+
 @lru_cache(maxsize=8)
 def _vocabulary_size(model: Model) -> int:
     """Tokens of the tokenizer, with `model.add_special_tokens`."""

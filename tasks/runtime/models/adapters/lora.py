@@ -26,6 +26,7 @@ from strata_platform.spec.sections.model import Lora, NoAdapter
 from tasks.runtime.checkpoint.state import has_adapter
 from tasks.runtime.models.adapters.adapted_layers import ends_with, layers_left_out, require_targets, targets
 from tasks.runtime.models.build import build_model_on_meta
+from tasks.runtime.models.config import new_tokens
 
 # Imported only for an adapter: PEFT imports every installed quantization library, which takes seconds.
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def require_adapter(spec: RunSpec) -> None:
         return
     model = build_model_on_meta(spec.model)
     _require_names(model, spec.adapter)
-    _require_new_rows(model, spec.model.add_special_tokens, spec.adapter)
+    _require_new_rows(model, new_tokens(spec.model), spec.adapter)
     renamed = _renamed(model.config.model_type)
     adapted = {path.rpartition(".")[2] for path in targets(model, spec.adapter)}
     if "adapter" in spec.export.formats and (clash := sorted(renamed.keys() & adapted)):
