@@ -12,6 +12,7 @@
     hangs/               stacks of processes that hung, by start
     tensorboard/         event files
     data_commit.txt      the commits of the Hub data sets that the run reads, a line for each source
+    initial_weights.txt  what the run began with: the commit of a Hub model, or a digest of a local folder's weights
     .lease/              which machine trains it now
     supervisor/          what the supervisor of a local run writes; see `SupervisorLayout`
 
@@ -56,6 +57,11 @@ class RunLayout:
     def data_commit(self) -> Path:
         """The commit of the Hub data set that the run reads; missing if it reads none."""
         return self.root / "data_commit.txt"
+
+    @property
+    def initial_weights(self) -> Path:
+        """What tells the weights that the run began with from others; missing if they were random."""
+        return self.root / "initial_weights.txt"
 
     @property
     def tensorboard(self) -> Path:

@@ -68,8 +68,12 @@ def note_outputs(folder: RunFolder, outputs: Outputs) -> None:
 
 
 def stored_outputs(spec: RunSpec, recipe: DataRecipe) -> Outputs | None:
-    """Where the outputs of a run that has finished with this very spec and these data were stored."""
-    note = RunFolder.of(spec).stored_outputs
+    """Where the outputs of a run that has finished with this very spec and these data were stored.
+
+    Raises ValueError if the folder `model.name` has other weights than those that the run began with.
+    """
+    folder = RunFolder.of(spec)
+    note = folder.stored_outputs
     if not note.exists():
         return None
     try:
@@ -77,4 +81,11 @@ def stored_outputs(spec: RunSpec, recipe: DataRecipe) -> Outputs | None:
     except (OSError, ValueError, TypeError) as error:
         log.warning("%s cannot be read (%s); the outputs of the run are created again", note, error)
         return None
-    return outputs if outputs[:2] == (spec.hash(), recipe.hash()) else None
+    if outputs[:2] != (spec.hash(), recipe.hash()):
+        return None
+    if folder.began_with is not None:
+        # Imported here: torch takes seconds, and most runs that plan have not finished.
+        from tasks.runtime.models.initial_weights import require_initial_weights
+
+        require_initial_weights(spec.model, folder.began_with)
+    return outputs

@@ -9,13 +9,16 @@ import pytest
 from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 from flytekit.core.data_persistence import FileAccessProvider
 from flytekit.types.directory import FlyteDirectory
+from safetensors.torch import load_file, save_file
 
 from strata_platform import kept_log
 from strata_platform.spec import RunSpec
 from tasks import finish, prepare
+from tasks.runtime.models.initial_weights import initial_weights
 from tasks.runtime.run_folder import kept_logs
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tasks.steps.finish_step import stored_outputs
+from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.workflows.test_serialization import compiled_by
 from workflows.finetune import start
 
@@ -194,6 +197,24 @@ def test_a_run_that_has_finished_starts_nothing_and_has_the_same_outputs(spec, t
     assert not started(spec)[0]
     STORE.rm(outputs["report"])
     assert set(started(spec)[0]) == {PREPARE, *TRAINING}
+
+
+def test_outputs_of_a_run_that_began_with_other_weights_are_not_returned(spec, tmp_path):
+    """Its spec is the same, so its hash is; a run that is not complete is rejected with the same words."""
+    model = save_pretrained(tmp_path / "model")
+    spec = RunSpec.model_validate({**spec.model_dump(), "model": {"name": str(model)}})
+    folder, stored = RunFolder.of(spec), f"memory://{tmp_path.name}/outputs"
+    folder.create()
+    folder.write_began_with(initial_weights(spec.model))
+    STORE.pipe(f"{stored}/config.json", b"{}")
+    outputs = finish.steps.Outputs(spec.hash(), prepare.plan(spec).recipe.hash(), *3 * [stored])
+    finish.steps.note_outputs(folder, outputs)
+    assert not started(spec)[0]
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"model\.name '{model}' has other weights than .* this run began with"):
+        started(spec)
 
 
 @pytest.mark.parametrize("text", ['{"spec_hash": "a', '{"model": "of other fields"}', "[]"])

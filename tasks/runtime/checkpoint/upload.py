@@ -69,7 +69,8 @@ class CheckpointUploader:
             refuse_unowned_files(own, self._store.url, "checkpoint.url")
             return
         try:
-            self._retry_at_start(partial(self._store.download_file, stored.data_commit))
+            for path in stored.settled:
+                self._retry_at_start(partial(self._store.download_file, path))
             require_same_run(stored, self._spec, self._store.url)
         except SpecError as error:
             # Name the file in the store: the downloaded copy is deleted below.
@@ -243,7 +244,7 @@ class CheckpointUploader:
         return manifest.to_prune(steps, self._settings.keep_last, self._settings.keep_every, best)
 
     def _small_files(self) -> list[Path]:
-        return [self._folder.spec, self._folder.data_commit, self._folder.metrics, self._folder.attempts]
+        return [self._folder.spec, *self._folder.settled, self._folder.metrics, self._folder.attempts]
 
     def _retry_at_start(self, call: Callable[[], T]) -> T:
         return retry(call, self._store.url, STARTUP_TIMEOUT)

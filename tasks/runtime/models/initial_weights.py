@@ -1,4 +1,4 @@
-"""The weights in a local folder `model.name`, told from others.
+"""The weights of `model.name` that a run began with, told from those that are there now.
 
 A run of the whole model reads them at its first start alone: later ones continue with those of its checkpoint. Without
 a check, such a run would go on, or be complete, as if it had begun with weights that were put there since.
@@ -7,51 +7,80 @@ a check, such a run would go on, or be complete, as if it had begun with weights
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import logging
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
+from transformers.utils import CONFIG_NAME, cached_file
 
-from strata_platform.spec.run_spec import Adapter
 from strata_platform.spec.sections.model import Model
+from tasks.runtime.data.reading.sources import is_commit
 from tasks.runtime.models.pretrained import readable
 from tasks.runtime.models.weight_files import open_tensors, some_values
+from tasks.runtime.process.errors import Unreachable
 
-# Key of the digest in a checkpoint's metadata.
-_KEY = "initial_weights"
+log = logging.getLogger(__name__)
 
 
-def initial_weights(model: Model, adapter: Adapter) -> dict[str, str]:
-    """Metadata for a run's checkpoints: a digest of the names, shapes and some values of the weights in the folder.
+def initial_weights(model: Model) -> str | None:
+    """What tells the weights of `model.name` from others: a digest of those in a local folder, or the Hub's commit.
 
-    {} if the model is not in a local folder, or has an adapter, whose checkpoints have `base_fingerprint`.
+    None if they are random, or if the Hub does not tell the commit.
 
     Raises ValueError if a file of weights cannot be read.
     """
-    folder = Path(model.name)
-    if adapter.type != "none" or model.from_scratch or not folder.is_dir():
-        return {}
+    if model.from_scratch:
+        return None
+    return _digest(model.name) if Path(model.name).is_dir() else _commit(model)
+
+
+def require_initial_weights(model: Model, began_with: str | None) -> None:
+    """Raises ValueError if the folder has other weights than those of `began_with`, what `initial_weights` was then.
+
+    Warns of another commit on the Hub, which may have the same weights.
+    """
+    found = initial_weights(model) if began_with is not None else None
+    if found is None or found == began_with:
+        return
+    if Path(model.name).is_dir():
+        raise ValueError(
+            f"model.name {model.name!r} has other weights than those that this run began with; restore them to "
+            "continue, or choose another name to train from the new ones"
+        )
+    log.warning(
+        "model.name %r: this run began with commit %s of the Hub, which has %s now. Its checkpoints keep the weights "
+        "that it trains; frozen weights of an adapter's model, the tokenizer and the model before training are read "
+        "from the new commit. To read the first one, set model.revision to %s; to train from the new one, choose "
+        "another name",
+        model.name,
+        began_with,
+        found,
+        began_with,
+    )
+
+
+def _commit(model: Model) -> str | None:
+    """The commit that `model.revision` means on the Hub now; offline, in the cache."""
+    if model.revision is not None and is_commit(model.revision):
+        return model.revision
+    try:
+        with readable(model.name):
+            file = cached_file(model.name, CONFIG_NAME, revision=model.revision)
+    except (ValueError, Unreachable) as error:
+        log.info("the commit of model.name %r is unknown: %s", model.name, error)
+        return None
+    # The cache has a folder for each commit.
+    commit = Path(file).parent.name
+    return commit if is_commit(commit) else None
+
+
+def _digest(source: str) -> str | None:
+    """A digest of the names, shapes and some values of the weights in a folder; None if it has none."""
     digest = hashlib.sha256()
-    with readable(model.name), ExitStack() as opened:
-        tensors = open_tensors(folder, opened)
+    with readable(source), ExitStack() as opened:
+        tensors = open_tensors(Path(source), opened)
         for name, held in sorted(tensors.items()):
             digest.update(f"{name} {held.get_slice(name).get_shape()}".encode())
             digest.update(some_values(held, name).to(torch.bfloat16).view(torch.uint8).numpy().tobytes())
-    return {_KEY: digest.hexdigest()[:16]} if tensors else {}
-
-
-def recorded_initial_weights(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """What `initial_weights` was when the run of the checkpoint with `metadata` began; {} if it has none."""
-    return {_KEY: metadata[_KEY]} if _KEY in metadata else {}
-
-
-def require_initial_weights(model: Model, adapter: Adapter, metadata: Mapping[str, Any]) -> None:
-    """Raises ValueError if the folder has other weights than when the run of the checkpoint with `metadata` began."""
-    expected, found = metadata.get(_KEY), initial_weights(model, adapter).get(_KEY)
-    if None not in (expected, found) and expected != found:
-        raise ValueError(
-            f"model.name {model.name!r} has other weights than those that this run began with, and the run would "
-            "not use them; restore them to continue, or choose another name to train from the new ones"
-        )
+    return digest.hexdigest()[:16] if tensors else None

@@ -68,7 +68,8 @@ class RunFolder(RunLayout):
     def _outputs(self) -> tuple[Path, ...]:
         """Paths that a run writes after its spec, and that it replaces or deletes."""
         results = (self.record, self.report, self.model, self.weights)
-        return (self.checkpoints, self.metrics, self.data_commit, self.tensorboard, self.attempts, self.hangs, *results)
+        begun = (self.checkpoints, self.metrics, *self.settled, self.tensorboard, self.attempts, self.hangs)
+        return (*begun, *results)
 
     def create(self) -> None:
         """Create the folder unless it exists. Raises ValueError when that fails."""
@@ -79,6 +80,11 @@ class RunFolder(RunLayout):
                 f"output: the run folder {self.root} cannot be created: {error.strerror}; set output to a writable "
                 "folder"
             ) from error
+
+    @property
+    def settled(self) -> tuple[Path, ...]:
+        """Files of what the first start read, to which later ones keep."""
+        return (self.data_commit, self.initial_weights)
 
     @property
     def has_progress(self) -> bool:
@@ -106,7 +112,7 @@ class RunFolder(RunLayout):
                 require_same_run(self, spec, str(self.root))
             log.info("%s holds another spec that took no step; the run starts from scratch", self.root)
             # `*.id`: the trackers' identifiers of the run.
-            for path in (self.metrics, self.attempts, self.data_commit, *self.root.glob("*.id")):
+            for path in (self.metrics, self.attempts, *self.settled, *self.root.glob("*.id")):
                 path.unlink(missing_ok=True)
         write_atomic(self.spec, dump_spec(spec).encode(), durable=False)
 
@@ -143,6 +149,17 @@ class RunFolder(RunLayout):
             return ()
         return tuple(line.strip() or None for line in self.data_commit.read_text(encoding="utf-8").splitlines())
 
+    @property
+    def began_with(self) -> str | None:
+        """What `models.initial_weights` was when the run began; None if unknown."""
+        return self.initial_weights.read_text(encoding="utf-8") if self.initial_weights.exists() else None
+
+    def write_began_with(self, weights: str | None) -> None:
+        """Store what `models.initial_weights` is when the run begins."""
+        self.initial_weights.unlink(missing_ok=True)
+        if weights is not None:
+            write_atomic(self.initial_weights, weights.encode(), durable=True)
+
     def differences_from(self, spec: RunSpec) -> list[str]:
         """Changes, in words, that make `spec` another run than this folder's; empty when it may continue the run."""
         old, commits = load_spec(self.spec), self._stored_data_commits
@@ -151,6 +168,8 @@ class RunFolder(RunLayout):
             # To pin the commit that the run reads already is no change.
             pinned = [commit if commit == new else None for commit, new in zip(commits, revisions, strict=True)]
             old = old.model_copy(update={"data": old.data.with_revisions(pinned)})
+        if (revision := spec.model.revision) is not None and revision == self.began_with:
+            old = old.model_copy(update={"model": old.model.model_copy(update={"revision": revision})})
         return changed_fixed_fields(old, spec)
 
     def begin_attempt(self) -> int:

@@ -40,7 +40,7 @@ def find_resume_point(run: Session, data: PreparedData, steps: int) -> tuple[Pat
             f"the prepared data, to continue that run, choose another name, or remove {run.folder.root}"
         )
     if latest:
-        require_initial_weights(run.spec.model, run.spec.adapter, checkpoint.metadata_of(latest))
+        require_initial_weights(run.spec.model, run.folder.began_with)
     done = checkpoint.step_of(latest) if latest else 0
     if (not latest or is_over(run, latest, steps)) and run.folder.record.exists():
         record = CompletionRecord.load(run.folder.record)

@@ -51,7 +51,7 @@ from tasks.runtime.models.build import (
 )
 from tasks.runtime.models.config import compute_dtype
 from tasks.runtime.models.float8 import keep_slow_layers, quantize_frozen_weights, saves_frozen_weights
-from tasks.runtime.models.initial_weights import initial_weights, recorded_initial_weights
+from tasks.runtime.models.initial_weights import initial_weights
 from tasks.runtime.models.trained_weights import AVERAGED_BY
 from tasks.runtime.objectives import ObjectiveContext, build_validation_objective
 from tasks.runtime.objectives.training_step import TrainingStep, build_training_step
@@ -108,7 +108,7 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
     if not over:
         # Before the model is loaded: the elastic agent starts the processes again after they end.
         time_limit.require_left("already")
-    attempt = run.processes.on_main(lambda: _begin_attempt(run, data))
+    attempt = run.processes.on_main(lambda: _begin_attempt(run, data, continues=resume_from is not None))
     model, base, initial = _build_model(run, resume_from)
     set_special_tokens(model, data.tokenizer())
     step = build_training_step(model, run.spec, run.processes.device, data)
@@ -167,13 +167,15 @@ def train(run: Session, data: PreparedData, framework: Framework | None = None) 
     return record
 
 
-def _begin_attempt(run: Session, data: PreparedData) -> int:
+def _begin_attempt(run: Session, data: PreparedData, *, continues: bool) -> int:
     """Check spec and data, and record the start in the run's folder. Returns the number of earlier starts.
 
     Runs on rank 0, which sends the result to the others.
     """
     run_checks("rank 0", "spec", "data", spec=run.spec, data=data)
     run.folder.write_data_commits(data.manifest.commits)
+    if not continues:
+        run.folder.write_began_with(initial_weights(run.spec.model))
     return run.folder.begin_attempt()
 
 
@@ -227,11 +229,6 @@ def build_job(
         whole=whole, generator=generator, steps=steps,
     )  # fmt: skip
     data = objective.prepare(start)
-    weights = (
-        recorded_initial_weights(metadata)
-        if continues
-        else run.processes.on_main(lambda: initial_weights(run.spec.model, run.spec.adapter))
-    )
     writer = CheckpointWriter(
         run.folder.checkpoints,
         model,
@@ -246,7 +243,6 @@ def build_job(
             "spec_hash": run.spec.hash(),
             "data_hash": data.manifest.identities[0],
             "base": base,
-            **weights,
             **({AVERAGED_BY: run.spec.optimizer.betas[0]} if run.spec.optimizer.type == "schedule_free" else {}),
             **float8,
             **objective.metadata(),

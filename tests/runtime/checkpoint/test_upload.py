@@ -326,18 +326,19 @@ def test_what_is_no_runs_here_is_not_taken_over_for_what_the_store_has(make_uplo
     assert [path.name for path in folder.root.iterdir()] == ["checkpoints"]
 
 
-def test_the_commit_that_a_run_reads_comes_along(tmp_path):
+def test_the_commits_that_a_run_reads_come_along(tmp_path):
     commit = "a" * 40
 
     def make(machine, revision):
         data = {"source": "org/texts", "revision": revision}
         values = {"name": "x", "output": str(tmp_path / machine), "checkpoint": {"url": "flaky://bucket/runs"}}
-        spec = RunSpec.model_validate({**values, "data": data})
+        spec = RunSpec.model_validate({**values, "data": data, "model": {"name": "org/m", "revision": revision}})
         return spec, RunFolder.of(spec), CheckpointUploader(spec, RunFolder.of(spec))
 
     spec, folder, uploader = make("first", None)
     folder.claim(spec)
     folder.write_data_commits([commit])
+    folder.write_began_with(commit)
     uploader.enqueue(save(folder.checkpoints, 50))
     uploader.finish()
     for machine, revision in (("second", None), ("third", commit)):
@@ -345,6 +346,7 @@ def test_the_commit_that_a_run_reads_comes_along(tmp_path):
         uploader.download_run_files()
         folder.claim(spec)
         assert folder.data_commits_for(spec) == (commit,)
+        assert folder.began_with == commit
     with pytest.raises(ValueError, match=r"data\.revision was None, is 'other'"):
         make("fourth", "other")[-1].download_run_files()
 

@@ -1,13 +1,15 @@
-"""A run of the whole model is not continued, nor complete, for other initial weights than it began with."""
+"""A run is not continued, nor complete, for other initial weights than it began with, unless the Hub has them."""
 
+import logging
 import shutil
 
+import huggingface_hub
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from strata_platform.spec import RunSpec
-from tasks.runtime import checkpoint
+from strata_platform.spec.sections.model import Model
 from tasks.runtime.models.initial_weights import initial_weights
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.training import train
@@ -51,31 +53,104 @@ def test_the_last_row_of_one_matrix_is_told_apart(run):
 
 
 def test_a_resumed_run_keeps_what_it_began_with(run, monkeypatch):
-    """Its checkpoints keep the digest of the first start; the folder is compared, and not recorded again."""
+    """The folder is compared, and not recorded again."""
     spec, _ = run
-    began = initial_weights(spec.model, spec.adapter)
-    monkeypatch.setattr(train, "initial_weights", lambda *sections: pytest.fail("read again"))
+    began = RunFolder.of(spec).began_with
+    assert began is not None and began == initial_weights(spec.model)
+    monkeypatch.setattr(train, "initial_weights", lambda model: pytest.fail("read again"))
     train_spec(spec, SAVED)
-    metadata = checkpoint.metadata_of(checkpoint.latest(RunFolder.of(spec).checkpoints))
-    assert began and began.items() <= metadata.items()
+    assert RunFolder.of(spec).began_with == began
 
 
 def test_files_and_dtype_are_of_no_account(run, output):
     spec, _ = run
-    before = initial_weights(spec.model, spec.adapter)
+    before = initial_weights(spec.model)
     _, save = saved(spec, torch.bfloat16, max_shard_size="200KB")
     save()
     (output / "pretrained" / "model.safetensors").unlink()
-    assert before and initial_weights(spec.model, spec.adapter) == before
+    assert before and initial_weights(spec.model) == before
     # Of files that the index does not name, transformers reads none.
     shard = next((output / "pretrained").glob("model-00001-*"))
     shutil.copy(shard, shard.with_name("model-old.safetensors"))
-    assert initial_weights(spec.model, spec.adapter) == before
+    assert initial_weights(spec.model) == before
     shard.write_bytes(b"torn")
     with pytest.raises(ValueError, match=r"model\.name '.*pretrained'"):
-        initial_weights(spec.model, spec.adapter)
+        initial_weights(spec.model)
 
 
-def test_a_preset_and_an_adapter_have_no_digest(run, output):
-    for spec in (RunSpec(), make_spec(output, "lora", "torch", "single", 1, "lora")):
-        assert initial_weights(spec.model, spec.adapter) == {}
+def test_random_weights_have_no_digest(run):
+    spec, _ = run
+    for model in (RunSpec().model, spec.model.model_copy(update={"init": "random"})):
+        assert initial_weights(model) is None
+
+
+A, B = "a" * 40, "b" * 40
+
+
+@pytest.fixture
+def hub(output, tmp_path, monkeypatch):
+    """The cache of the Hub with two commits, and a function by which `main` moves to one of them."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    repository = tmp_path / "hub" / "models--acme--model"
+    first = save_pretrained(tmp_path / "made")
+    shutil.copytree(first, repository / "snapshots" / A, ignore=shutil.ignore_patterns("made"))
+    shutil.copytree(repository / "snapshots" / A, repository / "snapshots" / B)
+    model = AutoModelForCausalLM.from_pretrained(repository / "snapshots" / A, dtype=torch.float32)
+    model.model.embed_tokens.weight.data[0, 0] += 1
+    model.save_pretrained(repository / "snapshots" / B)
+    (repository / "refs").mkdir()
+
+    def move(commit):
+        (repository / "refs" / "main").write_text(commit)
+
+    move(A)
+    return move
+
+
+def hub_spec(output, adapter, **model):
+    values = make_spec(output, "hub", "torch", "single", 1, adapter).model_dump()
+    values["model"] |= {"name": "acme/model", "dtype": "float32", **model}
+    return RunSpec.model_validate(values)
+
+
+MOVED = f"model.name 'acme/model': this run began with commit {A} of the Hub, which has {B} now"
+
+
+def test_a_run_of_the_whole_model_goes_on_after_its_repository_moved_and_says_so(hub, tmp_path, caplog):
+    spec = hub_spec(tmp_path, "none", revision="main")
+    train_spec(spec)
+    expected = curve(spec)
+    assert "of the Hub" not in caplog.text
+    hub(B)
+    for step in (SAVED, None):
+        caplog.clear()
+        train_spec(spec, step)
+        (told,) = [record for record in caplog.records if record.getMessage().startswith(MOVED)]
+        assert told.levelno == logging.WARNING and f"set model.revision to {A}" in told.getMessage()
+        assert curve(spec) == expected
+    # The way out that it names, and no other.
+    caplog.clear()
+    pinned = hub_spec(tmp_path, "none", revision=A)
+    train_spec(pinned, SAVED)
+    assert "of the Hub" not in caplog.text and curve(pinned) == expected
+    with pytest.raises(ValueError, match=rf"model\.revision was '{A}', is '{B}'"):
+        train_spec(hub_spec(tmp_path, "none", revision=B))
+
+
+def test_an_adapter_goes_on_with_the_commit_of_its_frozen_weights(hub, tmp_path, caplog):
+    spec = hub_spec(tmp_path, "lora")
+    train_spec(spec)
+    expected = curve(spec)
+    hub(B)
+    with pytest.raises(ValueError, match=r"the adapter was trained with; .* pin a Hub model with model\.revision"):
+        train_spec(spec, SAVED)
+    assert MOVED in caplog.text
+    pinned = hub_spec(tmp_path, "lora", revision=A)
+    train_spec(pinned)
+    assert curve(pinned) == expected
+
+
+def test_offline_the_cache_tells_the_commit(hub):
+    assert initial_weights(Model(name="acme/model")) == A
+    assert initial_weights(Model(name="acme/other")) is None
+    assert initial_weights(Model(name="acme/other", revision=B)) == B

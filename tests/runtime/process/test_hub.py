@@ -21,6 +21,7 @@ from tasks.runtime.data.preparation.tokenizer import read_tokenizer
 from tasks.runtime.data.reading.sources import HubDataset
 from tasks.runtime.models.build import build_model
 from tasks.runtime.models.config import load_config
+from tasks.runtime.models.initial_weights import initial_weights
 from tasks.runtime.objectives import ObjectiveContext, build_objective
 from tasks.runtime.process.error_explanations import explain
 from tasks.runtime.process.errors import Unreachable
@@ -39,14 +40,16 @@ ASKED = {
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """Sets what the Hub answers: a status, or no answer for None."""
+    """Sets what the Hub answers: a status, or no answer for None. commit: of its files, which are empty."""
     servers = []
 
-    def serve(status):
+    def serve(status, commit=""):
         class Hub(BaseHTTPRequestHandler):
             def do_GET(self):
                 self.send_response(status)
                 self.send_header("Content-Length", "0")
+                self.send_header("X-Repo-Commit", commit)
+                self.send_header("ETag", '"of-nothing"')
                 self.send_header("X-Error-Code", {404: "RepoNotFound", 403: "GatedRepo"}.get(status, ""))
                 self.end_headers()
 
@@ -123,6 +126,16 @@ def test_a_download_that_breaks_off(hub):
         raise huggingface_hub.errors.HTTPError("read timed out")
     with pytest.raises(KeyError), asking_hub("model.name 'x'"):
         raise KeyError("something else")
+
+
+def test_the_commit_of_a_model_is_the_hubs_and_without_an_answer_that_of_the_cache(hub):
+    hub(503)
+    assert initial_weights(SPEC.model) is None
+    for commit in ("a" * 40, "b" * 40):
+        hub(200, commit)
+        assert initial_weights(SPEC.model) == commit
+    hub(503)
+    assert initial_weights(SPEC.model) == commit
 
 
 def unreachable(*arguments, **others):

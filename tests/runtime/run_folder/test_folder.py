@@ -105,8 +105,8 @@ def test_what_a_run_has_made_is_nobody_elses(tmp_path, left):
 
 @pytest.mark.parametrize(
     "left",
-    ["checkpoints/checkpoint-500", "metrics.jsonl", "data_commit.txt", "tensorboard", "attempts.txt", "hangs",
-     "record.json", "report.html", "weights", "model"],
+    ["checkpoints/checkpoint-500", "metrics.jsonl", "data_commit.txt", "initial_weights.txt", "tensorboard",
+     "attempts.txt", "hangs", "record.json", "report.html", "weights", "model"],
 )  # fmt: skip
 def test_what_is_no_runs_is_not_taken_over(tmp_path, left):
     folder = RunFolder.of(spec(tmp_path, name="mine"))
@@ -144,8 +144,10 @@ def test_a_run_that_is_begun_anew_reads_the_newest_commit(tmp_path):
     folder = RunFolder.of(hub_spec(tmp_path))
     folder.claim(hub_spec(tmp_path))
     folder.write_data_commits([A])
+    folder.write_began_with(A)
     assert folder.data_commits_for(hub_spec(tmp_path, seed=7)) == ()
     folder.claim(hub_spec(tmp_path, seed=7), exclusive=True)
+    assert folder.began_with is None
     assert folder.data_commits_for(hub_spec(tmp_path, seed=7)) == ()
 
 

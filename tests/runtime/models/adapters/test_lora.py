@@ -136,7 +136,7 @@ def test_an_adapter_is_not_continued_in_another_model(pretrained, tmp_path):
     other = build_model(spec.model, spec.seed)
     other.model.layers[1].self_attn.q_proj.weight.data[0, 0] += 1
     other.save_pretrained(spec.model.name)
-    with pytest.raises(ValueError, match=r"has other weights than those that the adapter was trained with"):
+    with pytest.raises(ValueError, match=r"has other weights than those that this run began with"):
         train_spec(spec, SAVED)
     with pytest.raises(ValueError, match=r"model\.name .* pin a Hub model with model\.revision"):
         build_trained_model(spec, weights)
