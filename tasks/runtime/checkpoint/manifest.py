@@ -119,6 +119,11 @@ def latest(root: Path) -> Path | None:
     return None
 
 
+def newest_step(root: Path) -> int:
+    """The step of the newest checkpoint whose save finished; 0 without one."""
+    return max((step_of(folder) for folder in folders(root) if (folder / MANIFEST).exists()), default=0)
+
+
 def discard_after(root: Path, step: int) -> None:
     """Delete checkpoints of later steps, so that files of an incomplete save do not mix with the next one's."""
     for folder in folders(root):

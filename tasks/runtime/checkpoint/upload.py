@@ -71,7 +71,8 @@ class CheckpointUploader:
         try:
             for path in stored.settled:
                 self._retry_at_start(partial(self._store.download_file, path))
-            require_same_run(stored, self._spec, self._store.url)
+            done = max(self._retry_at_start(self._store.complete_steps), default=0)
+            require_same_run(stored, self._spec, done, self._store.url)
         except SpecError as error:
             # Name the file in the store: the downloaded copy is deleted below.
             raise SpecError(error.problems, f"{self._store.url}/{stored.spec.name}") from error

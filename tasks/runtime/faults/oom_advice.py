@@ -43,7 +43,7 @@ def advise(spec: RunSpec, shape: ModelShape, capacity: float, *, has_progress: b
             lines.append(
                 f"  {remedy.described(spec)}: about {after / GIB:.1f} GiB, {(now.peak - after) / GIB:.1f} less, "
                 f"{'fits' if after < USABLE * capacity else 'does not fit alone'}; {remedy.price}"
-                f"{'; choose another name' if has_progress and changed_fixed_fields(spec, changed) else ''}"
+                f"{'; choose another name' if has_progress and changed_fixed_fields(spec, changed, 0) else ''}"
             )
     if len(lines) == 1:
         lines.append("  more processes with parallel.type 'fsdp', or a smaller model.name")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-
-import torch
+from typing import TYPE_CHECKING
 
 from strata_platform.spec.sections.training import Schedule
+
+# Planning a run compares schedules without PyTorch.
+if TYPE_CHECKING:
+    import torch
 
 
 def learning_rate_factor(schedule: Schedule, steps: int) -> Callable[[int], float]:
@@ -40,6 +43,12 @@ def learning_rate_factor(schedule: Schedule, steps: int) -> Callable[[int], floa
         return least + (1.0 - least) * share
 
     return factor
+
+
+def same_learning_rates(one: tuple[Schedule, int], other: tuple[Schedule, int], done: int) -> bool:
+    """Whether the first `done` steps have the same learning rates under two schedules, each with its run's steps."""
+    factor, other_factor = learning_rate_factor(*one), learning_rate_factor(*other)
+    return all(math.isclose(factor(step), other_factor(step), rel_tol=1e-9) for step in range(done))
 
 
 def _cosine(done: float) -> float:

@@ -14,7 +14,10 @@ from typing import Any, TextIO
 from strata_platform.file_io import LockTimeout, acquire_lock, write_atomic
 from strata_platform.run_layout import RunLayout
 from strata_platform.spec import DataRecipe, RunSpec, dump_spec, load_spec
+from strata_platform.spec.sections.training import Schedule, Training
+from tasks.runtime.optim.lr_schedule import same_learning_rates
 from tasks.runtime.run_folder.metrics_file import read_points
+from tasks.runtime.run_folder.record import CompletionRecord
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +25,8 @@ log = logging.getLogger(__name__)
 LOCK_TIMEOUT = 120.0
 
 # Fields that may change between two attempts of a run, because the next step computes the same without rounding. The
-# number of rows in a step is fixed; how they are spread over processes and micro-batches is not.
+# number of rows in a step is fixed; how they are spread over processes and micro-batches is not. The length of the run
+# and the schedule may change if the steps that are done keep their learning rates: `_keeps_learning_rates`.
 _CHANGEABLE = {
     "tracking": True,
     "evaluation": True,
@@ -99,17 +103,23 @@ class RunFolder(RunLayout):
         if not self.spec.exists():
             refuse_unowned_files([path.name for path in self._outputs if path.exists()], str(self.root), "output")
 
-    def claim(self, spec: RunSpec, *, exclusive: bool = False) -> None:
-        """Claim the folder for `spec` and write spec.yaml. exclusive: this process holds the folder's lock.
+    def claim(self, spec: RunSpec, *, done: int = 0, exclusive: bool = False) -> None:
+        """Claim the folder for `spec` and write spec.yaml.
+
+        done: step of the newest checkpoint, after which the run would continue.
+        exclusive: this process holds the folder's lock.
 
         Raises ValueError when the folder holds a run of another spec that is running or has progress, or files that a
         run would overwrite but that belong to none.
         """
         self.create()
         self.require_no_unowned_files()
-        if self.spec.exists() and self.differences_from(spec):
+        if not done and self.record.is_file():
+            # Its checkpoints were removed.
+            done = CompletionRecord.load(self.record).steps
+        if self.spec.exists() and self.differences_from(spec, done):
             if self.has_progress or not exclusive:
-                require_same_run(self, spec, str(self.root))
+                require_same_run(self, spec, done, str(self.root))
             log.info("%s holds another spec that took no step; the run starts from scratch", self.root)
             # `*.id`: the trackers' identifiers of the run.
             for path in (self.metrics, self.attempts, *self.settled, *self.root.glob("*.id")):
@@ -160,8 +170,11 @@ class RunFolder(RunLayout):
         if weights is not None:
             write_atomic(self.initial_weights, weights.encode(), durable=True)
 
-    def differences_from(self, spec: RunSpec) -> list[str]:
-        """Changes, in words, that make `spec` another run than this folder's; empty when it may continue the run."""
+    def differences_from(self, spec: RunSpec, done: int = 0) -> list[str]:
+        """Changes, in words, that make `spec` another run than this folder's; empty when it may continue the run.
+
+        done: step of the newest checkpoint.
+        """
         old, commits = load_spec(self.spec), self._stored_data_commits
         revisions = [source.data.revision for source in spec.data.single_sources()]
         if len(commits) == len(revisions) == len(old.data.single_sources()):
@@ -170,7 +183,7 @@ class RunFolder(RunLayout):
             old = old.model_copy(update={"data": old.data.with_revisions(pinned)})
         if (revision := spec.model.revision) is not None and revision == self.began_with:
             old = old.model_copy(update={"model": old.model.model_copy(update={"revision": revision})})
-        return changed_fixed_fields(old, spec)
+        return changed_fixed_fields(old, spec, done)
 
     def begin_attempt(self) -> int:
         """Record a start of the training processes; returns the number of earlier starts."""
@@ -192,19 +205,50 @@ def refuse_unowned_files(entries: list[str], where: str, field: str) -> None:
         )
 
 
-def require_same_run(folder: RunFolder, spec: RunSpec, where: str) -> None:
-    """Raises ValueError unless `spec` may continue the run in `folder`. where: the folder's name in the message."""
-    changed = folder.differences_from(spec)
+def require_same_run(folder: RunFolder, spec: RunSpec, done: int, where: str) -> None:
+    """Raises ValueError unless `spec` may continue the run in `folder` after step `done`.
+
+    where: the folder's name in the message.
+    """
+    changed = folder.differences_from(spec, done)
     if changed:
+        about_length = (
+            f"The number of steps and the schedule may change only if the {done} steps that are done are steps of the "
+            "new run, with the same learning rates. "
+        )
+        if not any(line.startswith(("training.steps", "training.epochs", "schedule.")) for line in changed):
+            about_length = ""
         raise ValueError(
-            f"{where} holds a run of another spec; different: {'; '.join(changed)}. "
+            f"{where} holds a run of another spec; different: {'; '.join(changed)}. {about_length}"
             "Choose another name, restore these fields to continue that run, or delete the folder"
         )
 
 
-def changed_fixed_fields(old: RunSpec, new: RunSpec) -> list[str]:
-    """Changes from `old` to `new`, in words, of fields that a run may not change; empty when `new` may continue it."""
+def changed_fixed_fields(old: RunSpec, new: RunSpec, done: int) -> list[str]:
+    """Changes from `old` to `new`, in words, of fields that a run may not change; empty when `new` may continue it.
+
+    done: step after which it would.
+    """
+    if _keeps_learning_rates((old.training, old.schedule), (new.training, new.schedule), done):
+        length = {"steps": new.training.steps, "epochs": new.training.epochs}
+        training = old.training.model_copy(update=length)
+        old = old.model_copy(update={"training": training, "schedule": new.schedule})
     return _differences(_fixed_fields(old), _fixed_fields(new))
+
+
+def _keeps_learning_rates(old: tuple[Training, Schedule], new: tuple[Training, Schedule], done: int) -> bool:
+    """Whether the first `done` steps have the same learning rates in both, and `new` asks for as many."""
+    before, after = _steps(*old), _steps(*new)
+    if before is None or after is None or after < done:
+        return False
+    return same_learning_rates((old[1], before), (new[1], after), done)
+
+
+def _steps(training: Training, schedule: Schedule) -> int | None:
+    """Steps of a run, as far as its learning rates depend on them; None if only its data can tell."""
+    if training.steps is None and schedule.type == "constant" and not schedule.warmup_share:
+        return 10**9
+    return training.steps
 
 
 def data_folder(output: str, recipe: DataRecipe) -> Path:

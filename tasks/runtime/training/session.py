@@ -15,6 +15,7 @@ import torch
 from strata_platform import kept_log
 from strata_platform.runs import Stage
 from strata_platform.spec import RunSpec
+from tasks.runtime.checkpoint import newest_step
 from tasks.runtime.checkpoint.object_store import retry, undo_upload
 from tasks.runtime.checkpoint.upload import STARTUP_TIMEOUT, CheckpointUploader, uploader_for
 from tasks.runtime.faults.health_check import check_health
@@ -109,7 +110,7 @@ def _locked_folder(
             held.callback(leases[-1].release)
         if uploader is not None:
             uploader.download_run_files()
-        folder.claim(spec, exclusive=exclusive)
+        folder.claim(spec, done=newest_step(folder.checkpoints), exclusive=exclusive)
         if uploader is not None:
             uploader.upload_spec()
         for line in repeated_lines(spec):

@@ -53,6 +53,46 @@ def test_another_spec_is_refused_with_what_differs(tmp_path):
     assert "Choose another name" in str(error.value)
 
 
+CONSTANT = {"type": "constant", "warmup_steps": 5}
+WSD = {"type": "wsd", "warmup_steps": 5}
+HALF = {**WSD, "decay_ratio": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "done", "allowed"),
+    [
+        (({"steps": 100}, CONSTANT), ({"steps": 200}, CONSTANT), 100, True),
+        (({"steps": 100}, CONSTANT), ({"steps": 60}, CONSTANT), 60, True),
+        (({"steps": 100}, CONSTANT), ({"steps": 50}, CONSTANT), 60, False),
+        # By default the warm-up is 5 % of the steps.
+        (({"steps": 100}, {"type": "constant"}), ({"steps": 200}, {"type": "constant"}), 100, False),
+        (({"steps": 100}, {"type": "constant"}), ({"steps": 200}, CONSTANT), 100, True),
+        # The last fifth decays.
+        (({"steps": 100}, WSD), ({"steps": 200}, WSD), 80, True),
+        (({"steps": 100}, WSD), ({"steps": 200}, WSD), 90, False),
+        # The decay begins with the next step, or would have begun before.
+        (({"steps": 100}, CONSTANT), ({"steps": 120}, HALF), 60, True),
+        (({"steps": 100}, CONSTANT), ({"steps": 116}, HALF), 60, False),
+        (({"steps": 100}, {}), ({"steps": 200}, {}), 100, False),
+        (({"steps": 100}, {}), ({"steps": 200}, {}), 0, True),
+        (({"epochs": 1}, CONSTANT), ({"epochs": 2}, CONSTANT), 100, True),
+        (({"epochs": 1}, CONSTANT), ({"steps": 200}, CONSTANT), 100, True),
+        (({"epochs": 1}, {}), ({"epochs": 2}, {}), 100, False),
+    ],
+)
+def test_a_run_may_become_longer_if_its_steps_keep_their_learning_rates(tmp_path, before, after, done, allowed):
+    old, new = (spec(tmp_path, training=training, schedule=schedule) for training, schedule in (before, after))
+    folder = RunFolder.of(old)
+    folder.claim(old)
+    write_points(folder, *[0] * done)
+    if allowed:
+        folder.claim(new, done=done)
+        assert load_spec(folder.spec) == new
+    else:
+        with pytest.raises(ValueError, match=rf"training\.(steps|epochs) was .* only if the {done} steps that are"):
+            folder.claim(new, done=done)
+
+
 def write_points(folder, *skipped):
     """Of steps that were skipped, 1, or taken, 0."""
     names = ("attempt", "time", "loss", "learning_rate", "grad_norm", "tokens", "target_tokens", "tokens_per_second")
