@@ -127,6 +127,20 @@ def cut_store(cluster, run):
 
 
 @slow
+def test_a_finished_run_gets_more_steps(cluster):
+    one_pod = {"topology": {"nnodes": 1}, "parallel": {"type": "single"}}
+    constant = {"type": "constant", "warmup_steps": 1}
+    first = cluster.submit("longer", **one_pod, training={"steps": 3}, checkpoint={"every": 3}, schedule=constant)
+    first.wait()
+    longer = first.spec.model_copy(update={"training": first.spec.training.model_copy(update={"steps": 5})})
+    run = cluster.execute(longer)
+    run.wait()
+    record = run.record()
+    assert (record.status, record.steps, record.restarts) == ("complete", 5, 1)
+    assert [point["step"] for point in run.points() if "loss" in point] == [1, 2, 3, 4, 5]
+
+
+@slow
 def test_a_run_out_of_time_is_saved_and_not_retried(cluster):
     run = cluster.submit(
         "limited", training={"steps": 10_000}, checkpoint={"every": 10_000}, resources={"time_limit": 20}
