@@ -5,10 +5,11 @@ import shutil
 import pytest
 
 from strata_platform.spec import RunSpec, load_spec
+from tasks.runtime import checkpoint
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import CompletionRecord
-from tests.runtime.helpers.comparable_runs import STEPS, curve, make_spec
-from tests.runtime.helpers.train_only import train_spec
+from tests.runtime.helpers.comparable_runs import SAVED, STEPS, curve, make_spec
+from tests.runtime.helpers.train_only import forget, train_spec
 
 pytestmark = pytest.mark.usefixtures("narrowed")
 
@@ -35,6 +36,33 @@ def test_a_finished_run_goes_on_and_decays(tmp_path, framework):
     assert (record.status, record.steps, record.steps_asked) == ("complete", 2 * STEPS, 2 * STEPS)
     # Without checkpoints, all steps are still done.
     shutil.rmtree(RunFolder.of(longer).checkpoints)
-    with pytest.raises(ValueError, match=rf"only if the {2 * STEPS} steps that are done"):
-        train_spec(of_length(tmp_path, "longer", framework, 3 * STEPS, {}))
-    assert load_spec(RunFolder.of(longer).spec) == longer
+    refused(longer, of_length(tmp_path, "longer", framework, 3 * STEPS, {}), 2 * STEPS)
+
+
+def test_a_run_ends_earlier_or_where_its_decay_began(tmp_path):
+    """Without the checkpoints after that, as the documentation advises."""
+    decayed = {"type": "wsd", "warmup_steps": 1, "decay_ratio": 0.5}
+    spec = of_length(tmp_path, "shorter", "torch", 2 * SAVED, decayed)
+    train_spec(spec)
+    constant = {"type": "constant", "warmup_steps": 1}
+    shorter = of_length(tmp_path, "shorter", "torch", SAVED, constant)
+    refused(spec, shorter, 2 * SAVED)
+    checkpoint.discard_after(RunFolder.of(spec).checkpoints, SAVED)
+    record = train_spec(shorter)
+    assert (record.status, record.steps, record.steps_asked) == ("complete", SAVED, SAVED)
+    assert record.train_loss == curve(shorter)[SAVED - 1][1]
+
+
+def test_learning_rates_of_an_unfinished_run_stay(tmp_path):
+    linear = {"type": "linear", "warmup_steps": 0}
+    spec = of_length(tmp_path, "unfinished", "torch", 2 * SAVED, linear)
+    train_spec(spec)
+    forget(spec, SAVED)
+    refused(spec, of_length(tmp_path, "unfinished", "torch", 3 * SAVED, linear), SAVED)
+
+
+def refused(spec, other, done):
+    """Nothing of the run changes."""
+    with pytest.raises(ValueError, match=f"at least the {done} steps that are done"):
+        train_spec(other)
+    assert load_spec(RunFolder.of(spec).spec) == spec

@@ -41,7 +41,7 @@ SPECS = {
     "elsewhere": ("lr: 1e-4", r"lr \(line 1\): no such field; did you mean 'optimizer\.lr'\?"),
     "other-type": ("parallel: {type: ddp, cpu_offload: true}", r"parallel\.cpu_offload.*a field of type 'fsdp' alone"),
     "unknown-type": ("objective: {type: dpo2}", r"objective\.type.*given: 'dpo2'; did you mean 'dpo'\?.*'pretrain', "),
-    "no-type": ("objective: {beta: 0.1}", r"objective\.type.*required; allowed: 'pretrain', 'sft'"),
+    "no-type": ("objective: {beta: 0.1}", r"objective\.type.*required; beta is a field of 'dpo'.*allowed"),
     "empty-section": ("data:", r"data \(line 1\): empty; leave it out for its defaults"),
     "text-for-number": (
         "training: {steps: many}",

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from strata_platform.file_io import LockTimeout, acquire_lock, write_atomic
 from strata_platform.run_layout import RunLayout
 from strata_platform.spec import DataRecipe, RunSpec, dump_spec, load_spec
-from strata_platform.spec.sections.training import Schedule, Training
+from strata_platform.spec.sections.training import Schedule
 from tasks.runtime.optim.lr_schedule import same_learning_rates
 from tasks.runtime.run_folder.metrics_file import read_points
 from tasks.runtime.run_folder.record import CompletionRecord
@@ -213,8 +213,8 @@ def require_same_run(folder: RunFolder, spec: RunSpec, done: int, where: str) ->
     changed = folder.differences_from(spec, done)
     if changed:
         about_length = (
-            f"The number of steps and the schedule may change only if the {done} steps that are done are steps of the "
-            "new run, with the same learning rates. "
+            f"training.steps and schedule may change only if the new run has at least the {done} steps that are done, "
+            "with the same learning rates. "
         )
         if not any(line.startswith(("training.steps", "training.epochs", "schedule.")) for line in changed):
             about_length = ""
@@ -229,26 +229,22 @@ def changed_fixed_fields(old: RunSpec, new: RunSpec, done: int) -> list[str]:
 
     done: step after which it would.
     """
-    if _keeps_learning_rates((old.training, old.schedule), (new.training, new.schedule), done):
-        length = {"steps": new.training.steps, "epochs": new.training.epochs}
-        training = old.training.model_copy(update=length)
+    if _keeps_learning_rates((old.schedule, old.training.steps), (new.schedule, new.training.steps), done):
+        training = old.training.model_copy(update={"steps": new.training.steps})
         old = old.model_copy(update={"training": training, "schedule": new.schedule})
     return _differences(_fixed_fields(old), _fixed_fields(new))
 
 
-def _keeps_learning_rates(old: tuple[Training, Schedule], new: tuple[Training, Schedule], done: int) -> bool:
-    """Whether the first `done` steps have the same learning rates in both, and `new` asks for as many."""
-    before, after = _steps(*old), _steps(*new)
-    if before is None or after is None or after < done:
+def _keeps_learning_rates(old: tuple[Schedule, int | None], new: tuple[Schedule, int | None], done: int) -> bool:
+    """Whether the first `done` steps are also steps of `new`, with the same learning rates.
+
+    Each is a schedule with the number of steps of its run. Only the data tells the steps of an epoch.
+    """
+    (before, steps), (after, new_steps) = old, new
+    if steps is None or new_steps is None or new_steps < done:
         return False
-    return same_learning_rates((old[1], before), (new[1], after), done)
-
-
-def _steps(training: Training, schedule: Schedule) -> int | None:
-    """Steps of a run, as far as its learning rates depend on them; None if only its data can tell."""
-    if training.steps is None and schedule.type == "constant" and not schedule.warmup_share:
-        return 10**9
-    return training.steps
+    # A start that is refused for its schedule after it has claimed the folder must not keep a corrected one out.
+    return old == new or not done or same_learning_rates((before, steps), (after, new_steps), done)
 
 
 def data_folder(output: str, recipe: DataRecipe) -> Path:

@@ -44,10 +44,12 @@ def find_resume_point(run: Session, data: PreparedData, steps: int) -> tuple[Pat
     done = checkpoint.step_of(latest) if latest else 0
     if (not latest or is_over(run, latest, steps)) and run.folder.record.exists():
         record = CompletionRecord.load(run.folder.record)
-        if record.status == "complete" and latest:
+        # Of another end, if the run has another number of steps now, or lost its last checkpoint.
+        same_end = (record.steps, record.steps_asked) == (done, steps)
+        if record.status == "complete" and latest and same_end:
             # The folder may have moved since, and checkpoint.load_best_model_at_end may have changed.
             return latest, record.model_copy(update={"checkpoint": str(final_checkpoint(run.spec.checkpoint, latest))})
-        if record.status == "complete":
+        if record.status == "complete" and not latest:
             raise ValueError(
                 f"{run.folder.record} says that all {record.steps} steps are done, and {run.folder.checkpoints} has "
                 "no complete checkpoint; restore it (the chart's `retention.checkpoints` removes old ones), choose "

@@ -603,6 +603,11 @@ def test_a_machine_that_has_nothing_continues_the_run(output, undisturbed, monke
     other = RunSpec.model_validate({**spec.model_dump(), "seed": 7})
     with pytest.raises(ValueError, match=r"moved holds a run of another spec.*seed was 0, is 7"):
         train_spec(other)
+    training = {**spec.training.model_dump(), "steps": 2 * STEPS}
+    longer = RunSpec.model_validate({**spec.model_dump(), "training": training})
+    shutil.rmtree(RunFolder.of(spec).root)
+    with pytest.raises(ValueError, match=rf"moved holds a run of another spec.*at least the {STEPS} steps"):
+        train_spec(longer)
     # Whoever finished here may have lost everything but what was copied.
     shutil.rmtree(RunFolder.of(spec).root)
     assert train_spec(spec).restarts >= 1

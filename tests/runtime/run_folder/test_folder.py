@@ -56,6 +56,7 @@ def test_another_spec_is_refused_with_what_differs(tmp_path):
 CONSTANT = {"type": "constant", "warmup_steps": 5}
 WSD = {"type": "wsd", "warmup_steps": 5}
 HALF = {**WSD, "decay_ratio": 0.5}
+RESTARTS = {"type": "cosine_with_restarts"}
 
 
 @pytest.mark.parametrize(
@@ -75,9 +76,10 @@ HALF = {**WSD, "decay_ratio": 0.5}
         (({"steps": 100}, CONSTANT), ({"steps": 116}, HALF), 60, False),
         (({"steps": 100}, {}), ({"steps": 200}, {}), 100, False),
         (({"steps": 100}, {}), ({"steps": 200}, {}), 0, True),
-        (({"epochs": 1}, CONSTANT), ({"epochs": 2}, CONSTANT), 100, True),
-        (({"epochs": 1}, CONSTANT), ({"steps": 200}, CONSTANT), 100, True),
-        (({"epochs": 1}, {}), ({"epochs": 2}, {}), 100, False),
+        # A start with too many cycles claims the folder before it is refused.
+        (({"steps": 4}, {**RESTARTS, "num_cycles": 9}), ({"steps": 4}, RESTARTS), 0, True),
+        (({"epochs": 1}, CONSTANT), ({"epochs": 2}, CONSTANT), 100, False),
+        (({"epochs": 1}, CONSTANT), ({"steps": 200}, CONSTANT), 100, False),
     ],
 )
 def test_a_run_may_become_longer_if_its_steps_keep_their_learning_rates(tmp_path, before, after, done, allowed):
@@ -89,7 +91,7 @@ def test_a_run_may_become_longer_if_its_steps_keep_their_learning_rates(tmp_path
         folder.claim(new, done=done)
         assert load_spec(folder.spec) == new
     else:
-        with pytest.raises(ValueError, match=rf"training\.(steps|epochs) was .* only if the {done} steps that are"):
+        with pytest.raises(ValueError, match=rf"training\.(steps|epochs) was .* at least the {done} steps"):
             folder.claim(new, done=done)
 
 
