@@ -83,9 +83,10 @@ def stored_outputs(spec: RunSpec, recipe: DataRecipe) -> Outputs | None:
         return None
     if outputs[:2] != (spec.hash(), recipe.hash()):
         return None
-    if folder.began_with is not None:
+    if folder.initial_weights_id is not None:
         # Imported here: torch takes seconds, and most runs that plan have not finished.
         from tasks.runtime.models.initial_weights import require_initial_weights
 
-        require_initial_weights(spec.model, folder.began_with)
+        # Of an adapter, too: its checkpoints, which tell other frozen weights, may be gone.
+        require_initial_weights(spec.model, folder.initial_weights_id)
     return outputs

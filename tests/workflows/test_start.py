@@ -199,13 +199,14 @@ def test_a_run_that_has_finished_starts_nothing_and_has_the_same_outputs(spec, t
     assert set(started(spec)[0]) == {PREPARE, *TRAINING}
 
 
-def test_outputs_of_a_run_that_began_with_other_weights_are_not_returned(spec, tmp_path):
-    """Its spec is the same, so its hash is; a run that is not complete is rejected with the same words."""
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_outputs_of_a_run_that_began_with_other_weights_are_not_returned(spec, tmp_path, adapter):
+    """Its spec is the same, so its hash is."""
     model = save_pretrained(tmp_path / "model")
-    spec = RunSpec.model_validate({**spec.model_dump(), "model": {"name": str(model)}})
+    spec = RunSpec.model_validate({**spec.model_dump(), "model": {"name": str(model)}, "adapter": {"type": adapter}})
     folder, stored = RunFolder.of(spec), f"memory://{tmp_path.name}/outputs"
     folder.create()
-    folder.write_began_with(initial_weights(spec.model))
+    folder.write_initial_weights_id(initial_weights(spec.model))
     STORE.pipe(f"{stored}/config.json", b"{}")
     outputs = finish.steps.Outputs(spec.hash(), prepare.plan(spec).recipe.hash(), *3 * [stored])
     finish.steps.note_outputs(folder, outputs)

@@ -69,7 +69,7 @@ class CheckpointUploader:
             refuse_unowned_files(own, self._store.url, "checkpoint.url")
             return
         try:
-            for path in stored.settled:
+            for path in stored.pinned_files:
                 self._retry_at_start(partial(self._store.download_file, path))
             done = max(self._retry_at_start(self._store.complete_steps), default=0)
             require_same_run(stored, self._spec, done, self._store.url)
@@ -101,6 +101,10 @@ class CheckpointUploader:
         if newer:
             # Metrics first: if this start is killed here, the next one finds the checkpoint and downloads nothing.
             self._retry_at_start(partial(self._store.download_file, self._folder.metrics))
+            # Those on disk may be of a start that ended before a checkpoint, while another machine began anew.
+            for path in self._folder.pinned_files:
+                if not self._retry_at_start(partial(self._store.download_file, path)):
+                    path.unlink(missing_ok=True)
         latest = on_disk
         for step in reversed(newer):
             if self._download(step):
@@ -245,7 +249,7 @@ class CheckpointUploader:
         return manifest.to_prune(steps, self._settings.keep_last, self._settings.keep_every, best)
 
     def _small_files(self) -> list[Path]:
-        return [self._folder.spec, *self._folder.settled, self._folder.metrics, self._folder.attempts]
+        return [self._folder.spec, *self._folder.pinned_files, self._folder.metrics, self._folder.attempts]
 
     def _retry_at_start(self, call: Callable[[], T]) -> T:
         return retry(call, self._store.url, STARTUP_TIMEOUT)

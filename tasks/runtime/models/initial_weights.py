@@ -35,28 +35,35 @@ def initial_weights(model: Model) -> str | None:
     return _digest(model.name) if Path(model.name).is_dir() else _commit(model)
 
 
-def require_initial_weights(model: Model, began_with: str | None) -> None:
-    """Raises ValueError if the folder has other weights than those of `began_with`, what `initial_weights` was then.
+def require_initial_weights(model: Model, expected: str | None, *, compare_folder: bool = True) -> None:
+    """Raises ValueError if the folder has other weights than when the run began and `initial_weights` was `expected`.
 
     Warns of another commit on the Hub, which may have the same weights.
+
+    compare_folder: whether to compare weights in a local folder.
     """
-    found = initial_weights(model) if began_with is not None else None
-    if found is None or found == began_with:
+    local = Path(model.name).is_dir()
+    if expected is None or (local and not compare_folder):
         return
-    if Path(model.name).is_dir():
+    found = initial_weights(model)
+    if found is None or found == expected:
+        return
+    if local:
         raise ValueError(
             f"model.name {model.name!r} has other weights than those that this run began with; restore them to "
             "continue, or choose another name to train from the new ones"
         )
+    if is_commit(expected):
+        began, way_out = f"commit {expected} of the Hub, which has {found} now", f"set model.revision to {expected}"
+    else:
+        began, way_out = f"a local folder, which is gone, and the Hub has commit {found}", "restore the folder"
     log.warning(
-        "model.name %r: this run began with commit %s of the Hub, which has %s now. Its checkpoints keep the weights "
-        "that it trains; frozen weights of an adapter's model, the tokenizer and the model before training are read "
-        "from the new commit. To read the first one, set model.revision to %s; to train from the new one, choose "
-        "another name",
+        "model.name %r: this run began with %s. Its checkpoints keep the weights that it trains; frozen weights of an "
+        "adapter's model, the tokenizer and the model before training are read from the new commit. To read the first "
+        "ones, %s; to train from the new ones, choose another name",
         model.name,
-        began_with,
-        found,
-        began_with,
+        began,
+        way_out,
     )
 
 

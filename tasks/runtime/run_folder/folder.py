@@ -72,7 +72,7 @@ class RunFolder(RunLayout):
     def _outputs(self) -> tuple[Path, ...]:
         """Paths that a run writes after its spec, and that it replaces or deletes."""
         results = (self.record, self.report, self.model, self.weights)
-        begun = (self.checkpoints, self.metrics, *self.settled, self.tensorboard, self.attempts, self.hangs)
+        begun = (self.checkpoints, self.metrics, *self.pinned_files, self.tensorboard, self.attempts, self.hangs)
         return (*begun, *results)
 
     def create(self) -> None:
@@ -86,7 +86,7 @@ class RunFolder(RunLayout):
             ) from error
 
     @property
-    def settled(self) -> tuple[Path, ...]:
+    def pinned_files(self) -> tuple[Path, ...]:
         """Files of what the first start read, to which later ones keep."""
         return (self.data_commit, self.initial_weights)
 
@@ -122,7 +122,7 @@ class RunFolder(RunLayout):
                 require_same_run(self, spec, done, str(self.root))
             log.info("%s holds another spec that took no step; the run starts from scratch", self.root)
             # `*.id`: the trackers' identifiers of the run.
-            for path in (self.metrics, self.attempts, *self.settled, *self.root.glob("*.id")):
+            for path in (self.metrics, self.attempts, *self.pinned_files, *self.root.glob("*.id")):
                 path.unlink(missing_ok=True)
         write_atomic(self.spec, dump_spec(spec).encode(), durable=False)
 
@@ -160,11 +160,11 @@ class RunFolder(RunLayout):
         return tuple(line.strip() or None for line in self.data_commit.read_text(encoding="utf-8").splitlines())
 
     @property
-    def began_with(self) -> str | None:
+    def initial_weights_id(self) -> str | None:
         """What `models.initial_weights` was when the run began; None if unknown."""
         return self.initial_weights.read_text(encoding="utf-8") if self.initial_weights.exists() else None
 
-    def write_began_with(self, weights: str | None) -> None:
+    def write_initial_weights_id(self, weights: str | None) -> None:
         """Store what `models.initial_weights` is when the run begins."""
         self.initial_weights.unlink(missing_ok=True)
         if weights is not None:
@@ -181,7 +181,7 @@ class RunFolder(RunLayout):
             # To pin the commit that the run reads already is no change.
             pinned = [commit if commit == new else None for commit, new in zip(commits, revisions, strict=True)]
             old = old.model_copy(update={"data": old.data.with_revisions(pinned)})
-        if (revision := spec.model.revision) is not None and revision == self.began_with:
+        if (revision := spec.model.revision) is not None and revision == self.initial_weights_id:
             old = old.model_copy(update={"model": old.model.model_copy(update={"revision": revision})})
         return changed_fixed_fields(old, spec, done)
 

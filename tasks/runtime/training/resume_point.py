@@ -40,7 +40,9 @@ def find_resume_point(run: Session, data: PreparedData, steps: int) -> tuple[Pat
             f"the prepared data, to continue that run, choose another name, or remove {run.folder.root}"
         )
     if latest:
-        require_initial_weights(run.spec.model, run.folder.began_with)
+        # The checkpoint of an adapter tells other frozen weights itself, in whatever form they were saved.
+        whole = run.spec.adapter.type == "none"
+        require_initial_weights(run.spec.model, run.folder.initial_weights_id, compare_folder=whole)
     done = checkpoint.step_of(latest) if latest else 0
     if (not latest or is_over(run, latest, steps)) and run.folder.record.exists():
         record = CompletionRecord.load(run.folder.record)

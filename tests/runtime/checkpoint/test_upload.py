@@ -338,7 +338,7 @@ def test_the_commits_that_a_run_reads_come_along(tmp_path):
     spec, folder, uploader = make("first", None)
     folder.claim(spec)
     folder.write_data_commits([commit])
-    folder.write_began_with(commit)
+    folder.write_initial_weights_id(commit)
     uploader.enqueue(save(folder.checkpoints, 50))
     uploader.finish()
     for machine, revision in (("second", None), ("third", commit)):
@@ -346,9 +346,42 @@ def test_the_commits_that_a_run_reads_come_along(tmp_path):
         uploader.download_run_files()
         folder.claim(spec)
         assert folder.data_commits_for(spec) == (commit,)
-        assert folder.began_with == commit
+        assert folder.initial_weights_id == commit
     with pytest.raises(ValueError, match=r"data\.revision was None, is 'other'"):
         make("fourth", "other")[-1].download_run_files()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_pinned_files_are_those_of_the_checkpoint_that_is_downloaded(tmp_path, known):
+    """The first machine ended before a checkpoint; meanwhile another began anew, with another commit or none."""
+    first, second = "a" * 40, "b" * 40 if known else None
+
+    def make(machine):
+        values = {"name": "x", "output": str(tmp_path / machine), "checkpoint": {"url": "flaky://bucket/runs"}}
+        spec = RunSpec.model_validate({**values, "data": {"source": "org/texts"}, "model": {"name": "org/m"}})
+        folder = RunFolder.of(spec)
+        folder.claim(spec)
+        return spec, folder, CheckpointUploader(spec, folder)
+
+    def begin(folder, commit):
+        folder.write_data_commits([commit])
+        folder.write_initial_weights_id(commit)
+
+    spec, folder, uploader = make("first")
+    begin(folder, first)
+    _, other, others = make("second")
+    begin(other, second)
+    others.upload_spec()
+    others.enqueue(save(other.checkpoints, 50))
+    others.finish()
+    uploader.download_run_files()
+    uploader.download_latest()
+    assert folder.initial_weights_id == second
+    assert folder.data_commits_for(spec) == ((second,) if known else ())
+    # What the disk has is as new as the store now.
+    begin(folder, first)
+    uploader.download_latest()
+    assert folder.initial_weights_id == first
 
 
 def test_checkpoints_wait_while_the_store_is_away(make_uploader, store, caplog):

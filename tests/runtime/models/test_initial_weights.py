@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.sections.model import Model
-from tasks.runtime.models.initial_weights import initial_weights
+from tasks.runtime.models.initial_weights import initial_weights, require_initial_weights
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.training import train
 from tests.runtime.helpers.comparable_runs import SAVED, curve, make_spec
@@ -55,11 +55,11 @@ def test_the_last_row_of_one_matrix_is_told_apart(run):
 def test_a_resumed_run_keeps_what_it_began_with(run, monkeypatch):
     """The folder is compared, and not recorded again."""
     spec, _ = run
-    began = RunFolder.of(spec).began_with
+    began = RunFolder.of(spec).initial_weights_id
     assert began is not None and began == initial_weights(spec.model)
     monkeypatch.setattr(train, "initial_weights", lambda model: pytest.fail("read again"))
     train_spec(spec, SAVED)
-    assert RunFolder.of(spec).began_with == began
+    assert RunFolder.of(spec).initial_weights_id == began
 
 
 def test_files_and_dtype_are_of_no_account(run, output):
@@ -135,6 +135,15 @@ def test_a_run_of_the_whole_model_goes_on_after_its_repository_moved_and_says_so
     assert "of the Hub" not in caplog.text and curve(pinned) == expected
     with pytest.raises(ValueError, match=rf"model\.revision was '{A}', is '{B}'"):
         train_spec(hub_spec(tmp_path, "none", revision=B))
+
+
+@pytest.mark.parametrize("compare_folder", [True, False])
+def test_a_folder_that_is_gone_is_no_commit(hub, caplog, compare_folder):
+    """The Hub has a model of the folder's relative path."""
+    require_initial_weights(Model(name="acme/model"), "0123456789abcdef", compare_folder=compare_folder)
+    assert f"this run began with a local folder, which is gone, and the Hub has commit {A}." in caplog.text
+    assert "restore the folder" in caplog.text and "model.revision" not in caplog.text
+    assert "0123456789abcdef" not in caplog.text
 
 
 def test_an_adapter_goes_on_with_the_commit_of_its_frozen_weights(hub, tmp_path, caplog):

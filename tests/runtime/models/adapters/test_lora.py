@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from strata_platform.spec import DataRecipe, RunSpec
@@ -136,10 +137,25 @@ def test_an_adapter_is_not_continued_in_another_model(pretrained, tmp_path):
     other = build_model(spec.model, spec.seed)
     other.model.layers[1].self_attn.q_proj.weight.data[0, 0] += 1
     other.save_pretrained(spec.model.name)
-    with pytest.raises(ValueError, match=r"has other weights than those that this run began with"):
+    with pytest.raises(ValueError, match=r"has other weights than those that the adapter was trained with"):
         train_spec(spec, SAVED)
     with pytest.raises(ValueError, match=r"model\.name .* pin a Hub model with model\.revision"):
         build_trained_model(spec, weights)
+
+
+def test_an_adapter_is_continued_after_its_model_was_saved_in_another_form(pretrained, tmp_path):
+    """A tied head that is in the file and equals the embeddings is no other weight."""
+    model = shutil.copytree(pretrained, tmp_path / "model", ignore=shutil.ignore_patterns("made", "out"))
+    weights = load_file(model / "model.safetensors")
+    head = {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+    assert not head.keys() & weights.keys()
+    save_file(weights | head, model / "model.safetensors", metadata={"format": "pt"})
+    spec = make_spec(model)
+    train_spec(spec)
+    expected = curve(spec)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    train_spec(spec, SAVED)
+    assert curve(spec) == expected
 
 
 def test_a_model_is_recognized_in_every_dtype(pretrained):
