@@ -12,7 +12,8 @@
     hangs/               stacks of processes that hung, by start
     tensorboard/         event files
     data_commit.txt      the commits of the Hub data sets that the run reads, a line for each source
-    initial_weights.txt  what the run began with: the commit of a Hub model, or a digest of a local folder's weights
+    initial_weights.txt  the weights that the run began with, a line for each field that names some: the commit of a
+                         Hub model, or a digest of a local folder
     .lease/              which machine trains it now
     supervisor/          what the supervisor of a local run writes; see `SupervisorLayout`
 
@@ -60,7 +61,7 @@ class RunLayout:
 
     @property
     def initial_weights(self) -> Path:
-        """What tells the weights that the run began with from others; missing if they were random."""
+        """What tells the weights that the run began with from others; missing if the spec names none."""
         return self.root / "initial_weights.txt"
 
     @property

@@ -70,7 +70,7 @@ def note_outputs(folder: RunFolder, outputs: Outputs) -> None:
 def stored_outputs(spec: RunSpec, recipe: DataRecipe) -> Outputs | None:
     """Where the outputs of a run that has finished with this very spec and these data were stored.
 
-    Raises ValueError if the folder `model.name` has other weights than those that the run began with.
+    Raises ValueError if a folder that the spec names has other weights than those that the run began with.
     """
     folder = RunFolder.of(spec)
     note = folder.stored_outputs
@@ -83,10 +83,10 @@ def stored_outputs(spec: RunSpec, recipe: DataRecipe) -> Outputs | None:
         return None
     if outputs[:2] != (spec.hash(), recipe.hash()):
         return None
-    if folder.initial_weights_id is not None:
+    if began_with := folder.initial_weights_ids:
         # Imported here: torch takes seconds, and most runs that plan have not finished.
         from tasks.runtime.models.initial_weights import require_initial_weights
 
         # Of an adapter, too: its checkpoints, which tell other frozen weights, may be gone.
-        require_initial_weights(spec.model, folder.initial_weights_id)
+        require_initial_weights(spec, began_with)
     return outputs

@@ -10,12 +10,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from strata_platform import kept_log
 from strata_platform.pod_settings import GRACE_SECONDS, RETRIES
 from strata_platform.spec import DataRecipe, RunSpec
+from tasks.runtime.models.initial_weights import initial_weights
 from tasks.runtime.process.error_explanations import MemoryKills
 from tasks.runtime.run_folder import kept_logs
+from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.steps import agent
 from tasks.steps.retry import Retry
@@ -213,6 +217,28 @@ def test_a_pod_of_any_task_keeps_its_log(flyte_2, tmp_path, monkeypatch):
             asyncio.run(function(spec=current, **arguments))
         (file,) = (tmp_path / name / "logs").iterdir()
         assert kept_log.parse(file.name, file.read_bytes())[-1].text == f"ValueError: {name} failed"
+
+
+def test_a_finished_run_has_its_outputs_unless_its_weights_were_replaced(flyte_2, tmp_path, monkeypatch):
+    """What tells weights apart is tested in test_initial_weights.py."""
+    run = flyte_2.run
+    monkeypatch.setattr(run, "is_local", lambda: False)
+    (tmp_path / "model").mkdir()
+
+    def weights(value):
+        save_file({"x": torch.tensor([value])}, tmp_path / "model" / "model.safetensors")
+
+    weights(1.0)
+    spec = RunSpec.model_validate({"output": str(tmp_path / "out"), "model": {"name": str(tmp_path / "model")}})
+    recipe, folder = DataRecipe.from_spec(spec), RunFolder.of(spec)
+    folder.create()
+    folder.write_initial_weights_ids(initial_weights(spec))
+    stored = [str(tmp_path / "model"), *2 * [str(tmp_path / "model" / "model.safetensors")]]
+    run.finish_step.note_outputs(folder, run.finish_step.Outputs(spec.hash(), recipe.hash(), *stored))
+    assert [output.path for output in asyncio.run(run.finished(spec, recipe))] == stored
+    weights(2.0)
+    with pytest.raises(ValueError, match=r"model\.name '.*' has other weights than those that this run began with"):
+        asyncio.run(run.finished(spec, recipe))
 
 
 def test_a_run_that_asks_for_what_no_task_of_flyte_2_has_leaves_its_log(flyte_2, tmp_path, monkeypatch):

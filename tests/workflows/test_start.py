@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import sys
 
 import fsspec
@@ -199,14 +200,20 @@ def test_a_run_that_has_finished_starts_nothing_and_has_the_same_outputs(spec, t
     assert set(started(spec)[0]) == {PREPARE, *TRAINING}
 
 
-@pytest.mark.parametrize("adapter", ["none", "lora"])
-def test_outputs_of_a_run_that_began_with_other_weights_are_not_returned(spec, tmp_path, adapter):
+@pytest.mark.parametrize("field", ["model.name", "model.name of an adapter", "objective.teacher"])
+def test_outputs_of_a_run_that_began_with_other_weights_are_not_returned(spec, tmp_path, field):
     """Its spec is the same, so its hash is."""
     model = save_pretrained(tmp_path / "model")
-    spec = RunSpec.model_validate({**spec.model_dump(), "model": {"name": str(model)}, "adapter": {"type": adapter}})
+    values = spec.model_dump() | {"model": {"name": str(model)}}
+    if "adapter" in field:
+        values["adapter"] = {"type": "lora"}
+    if field == "objective.teacher":
+        model = shutil.copytree(model, tmp_path / "teacher", ignore=shutil.ignore_patterns("made"))
+        values["objective"] = {"type": "distill", "teacher": str(model)}
+    spec = RunSpec.model_validate(values)
     folder, stored = RunFolder.of(spec), f"memory://{tmp_path.name}/outputs"
     folder.create()
-    folder.write_initial_weights_id(initial_weights(spec.model))
+    folder.write_initial_weights_ids(initial_weights(spec))
     STORE.pipe(f"{stored}/config.json", b"{}")
     outputs = finish.steps.Outputs(spec.hash(), prepare.plan(spec).recipe.hash(), *3 * [stored])
     finish.steps.note_outputs(folder, outputs)
@@ -214,7 +221,8 @@ def test_outputs_of_a_run_that_began_with_other_weights_are_not_returned(spec, t
     weights = load_file(model / "model.safetensors")
     weights["model.norm.weight"][0] += 1
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=rf"model\.name '{model}' has other weights than .* this run began with"):
+    said = rf"{field.partition(' ')[0]} '{model}' has other weights than .* this run began with"
+    with pytest.raises(ValueError, match=said):
         started(spec)
 
 

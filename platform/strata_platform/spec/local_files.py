@@ -13,9 +13,9 @@ from pathlib import Path
 from strata_platform.errors import Place, Problem, SpecError
 from strata_platform.file_io import require_regular_file
 from strata_platform.spec.describe import closest_match, format_value
+from strata_platform.spec.named_weights import named_weights
 from strata_platform.spec.run_spec import RunSpec
 from strata_platform.spec.sections.data import DATA_SUFFIXES, Data, Reading, is_template_file
-from strata_platform.spec.sections.objectives import Distill, Grpo
 from strata_platform.spec.stages import stage_problems
 
 _PATH_BEGINNINGS = ("/", "./", "../", "~")
@@ -56,10 +56,7 @@ def _problems(spec: RunSpec) -> Iterator[Problem]:
         if task.endswith((".yaml", ".yml")):
             yield from _missing_file(f"evaluation.tasks[{index}]", task)
     folders: dict[str, str | None] = {"model.name": spec.model.name, "model.tokenizer": spec.model.tokenizer}
-    if isinstance(spec.objective, Distill):
-        folders["objective.teacher"] = spec.objective.teacher
-    if isinstance(spec.objective, Grpo):
-        folders |= {f"objective.rewards[{n}].model": term.model for n, term in enumerate(spec.objective.rewards)}
+    folders |= {weights.field: weights.name for weights in named_weights(spec)}
     for field, folder in folders.items():
         if folder is not None and folder.startswith(_PATH_BEGINNINGS) and not os.path.isdir(folder):
             yield _missing(field, folder, "there is no such folder on this machine")

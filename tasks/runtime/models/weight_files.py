@@ -16,14 +16,14 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 _VALUES = 256
 
 
-def open_tensors(folder: Path, opened: ExitStack) -> dict[str, Any]:
-    """The open file of each tensor that transformers reads: of one file, or of those that the index names."""
+def open_tensors(folder: Path, opened: ExitStack, file: str = SAFE_WEIGHTS_NAME) -> dict[str, Any]:
+    """The open file of each tensor that transformers reads: of `file`, or of those that the index of a model names."""
 
     def open_file(name: str) -> Any:
         return opened.enter_context(safe_open(str(folder / name), framework="pt"))
 
-    if (folder / SAFE_WEIGHTS_NAME).is_file():
-        whole = open_file(SAFE_WEIGHTS_NAME)
+    if (folder / file).is_file():
+        whole = open_file(file)
         return dict.fromkeys(whole.keys(), whole)
     if not (index := folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
         return {}

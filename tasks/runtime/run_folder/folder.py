@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from strata_platform.file_io import LockTimeout, acquire_lock, write_atomic
 from strata_platform.run_layout import RunLayout
 from strata_platform.spec import DataRecipe, RunSpec, dump_spec, load_spec
+from strata_platform.spec.named_weights import named_weights
 from strata_platform.spec.sections.training import Schedule
 from tasks.runtime.optim.lr_schedule import same_learning_rates
 from tasks.runtime.run_folder.metrics_file import read_points
@@ -160,15 +161,19 @@ class RunFolder(RunLayout):
         return tuple(line.strip() or None for line in self.data_commit.read_text(encoding="utf-8").splitlines())
 
     @property
-    def initial_weights_id(self) -> str | None:
-        """What `models.initial_weights` was when the run began; None if unknown."""
-        return self.initial_weights.read_text(encoding="utf-8") if self.initial_weights.exists() else None
+    def initial_weights_ids(self) -> dict[str, str]:
+        """What `models.initial_weights` was when the run began, as far as it is known."""
+        if not self.initial_weights.exists():
+            return {}
+        lines = self.initial_weights.read_text(encoding="utf-8").splitlines()
+        return {field: identity for field, _, identity in (line.partition(" ") for line in lines)}
 
-    def write_initial_weights_id(self, weights: str | None) -> None:
-        """Store what `models.initial_weights` is when the run begins."""
+    def write_initial_weights_ids(self, weights: Mapping[str, str]) -> None:
+        """Store what `models.initial_weights` is when the run begins: a line for each field."""
         self.initial_weights.unlink(missing_ok=True)
-        if weights is not None:
-            write_atomic(self.initial_weights, weights.encode(), durable=True)
+        if weights:
+            lines = (f"{field} {identity}\n" for field, identity in weights.items())
+            write_atomic(self.initial_weights, "".join(lines).encode(), durable=True)
 
     def differences_from(self, spec: RunSpec, done: int = 0) -> list[str]:
         """Changes, in words, that make `spec` another run than this folder's; empty when it may continue the run.
@@ -181,8 +186,12 @@ class RunFolder(RunLayout):
             # To pin the commit that the run reads already is no change.
             pinned = [commit if commit == new else None for commit, new in zip(commits, revisions, strict=True)]
             old = old.model_copy(update={"data": old.data.with_revisions(pinned)})
-        if (revision := spec.model.revision) is not None and revision == self.initial_weights_id:
-            old = old.model_copy(update={"model": old.model.model_copy(update={"revision": revision})})
+        began_with = self.initial_weights_ids
+        for weights in named_weights(spec):
+            if weights.revision_field is not None and weights.revision == began_with.get(weights.field, ""):
+                section, _, field = weights.revision_field.partition(".")
+                changed = getattr(old, section).model_copy(update={field: weights.revision})
+                old = old.model_copy(update={section: changed})
         return changed_fixed_fields(old, spec, done)
 
     def begin_attempt(self) -> int:

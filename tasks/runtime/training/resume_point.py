@@ -41,8 +41,8 @@ def find_resume_point(run: Session, data: PreparedData, steps: int) -> tuple[Pat
         )
     if latest:
         # The checkpoint of an adapter tells other frozen weights itself, in whatever form they were saved.
-        whole = run.spec.adapter.type == "none"
-        require_initial_weights(run.spec.model, run.folder.initial_weights_id, compare_folder=whole)
+        told = () if run.spec.adapter.type == "none" else ("model.name",)
+        require_initial_weights(run.spec, run.folder.initial_weights_ids, but=told)
     done = checkpoint.step_of(latest) if latest else 0
     if (not latest or is_over(run, latest, steps)) and run.folder.record.exists():
         record = CompletionRecord.load(run.folder.record)

@@ -175,7 +175,7 @@ def _begin_attempt(run: Session, data: PreparedData, *, continues: bool) -> int:
     run_checks("rank 0", "spec", "data", spec=run.spec, data=data)
     run.folder.write_data_commits(data.manifest.commits)
     if not continues:
-        run.folder.write_initial_weights_id(initial_weights(run.spec.model))
+        run.folder.write_initial_weights_ids(initial_weights(run.spec))
     return run.folder.begin_attempt()
 
 

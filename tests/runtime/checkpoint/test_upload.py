@@ -338,7 +338,7 @@ def test_the_commits_that_a_run_reads_come_along(tmp_path):
     spec, folder, uploader = make("first", None)
     folder.claim(spec)
     folder.write_data_commits([commit])
-    folder.write_initial_weights_id(commit)
+    folder.write_initial_weights_ids({"model.name": commit} if commit else {})
     uploader.enqueue(save(folder.checkpoints, 50))
     uploader.finish()
     for machine, revision in (("second", None), ("third", commit)):
@@ -346,7 +346,7 @@ def test_the_commits_that_a_run_reads_come_along(tmp_path):
         uploader.download_run_files()
         folder.claim(spec)
         assert folder.data_commits_for(spec) == (commit,)
-        assert folder.initial_weights_id == commit
+        assert folder.initial_weights_ids.get("model.name") == commit
     with pytest.raises(ValueError, match=r"data\.revision was None, is 'other'"):
         make("fourth", "other")[-1].download_run_files()
 
@@ -365,7 +365,7 @@ def test_pinned_files_are_those_of_the_checkpoint_that_is_downloaded(tmp_path, k
 
     def begin(folder, commit):
         folder.write_data_commits([commit])
-        folder.write_initial_weights_id(commit)
+        folder.write_initial_weights_ids({"model.name": commit} if commit else {})
 
     spec, folder, uploader = make("first")
     begin(folder, first)
@@ -376,12 +376,12 @@ def test_pinned_files_are_those_of_the_checkpoint_that_is_downloaded(tmp_path, k
     others.finish()
     uploader.download_run_files()
     uploader.download_latest()
-    assert folder.initial_weights_id == second
+    assert folder.initial_weights_ids.get("model.name") == second
     assert folder.data_commits_for(spec) == ((second,) if known else ())
     # What the disk has is as new as the store now.
     begin(folder, first)
     uploader.download_latest()
-    assert folder.initial_weights_id == first
+    assert folder.initial_weights_ids.get("model.name") == first
 
 
 def test_checkpoints_wait_while_the_store_is_away(make_uploader, store, caplog):

@@ -1,15 +1,16 @@
 """A run is not continued, nor complete, for other initial weights than it began with, unless the Hub has them."""
 
 import logging
+import re
 import shutil
 
 import huggingface_hub
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.sections.model import Model
 from tasks.runtime.models.initial_weights import initial_weights, require_initial_weights
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.training import train
@@ -55,33 +56,76 @@ def test_the_last_row_of_one_matrix_is_told_apart(run):
 def test_a_resumed_run_keeps_what_it_began_with(run, monkeypatch):
     """The folder is compared, and not recorded again."""
     spec, _ = run
-    began = RunFolder.of(spec).initial_weights_id
-    assert began is not None and began == initial_weights(spec.model)
-    monkeypatch.setattr(train, "initial_weights", lambda model: pytest.fail("read again"))
+    began = RunFolder.of(spec).initial_weights_ids
+    assert began.keys() == {"model.name"} and began == initial_weights(spec)
+    monkeypatch.setattr(train, "initial_weights", lambda spec: pytest.fail("read again"))
     train_spec(spec, SAVED)
-    assert RunFolder.of(spec).initial_weights_id == began
+    assert RunFolder.of(spec).initial_weights_ids == began
 
 
 def test_files_and_dtype_are_of_no_account(run, output):
     spec, _ = run
-    before = initial_weights(spec.model)
+    before = initial_weights(spec)
     _, save = saved(spec, torch.bfloat16, max_shard_size="200KB")
     save()
     (output / "pretrained" / "model.safetensors").unlink()
-    assert before and initial_weights(spec.model) == before
+    assert before and initial_weights(spec) == before
     # Of files that the index does not name, transformers reads none.
     shard = next((output / "pretrained").glob("model-00001-*"))
     shutil.copy(shard, shard.with_name("model-old.safetensors"))
-    assert initial_weights(spec.model) == before
+    assert initial_weights(spec) == before
     shard.write_bytes(b"torn")
     with pytest.raises(ValueError, match=r"model\.name '.*pretrained'"):
-        initial_weights(spec.model)
+        initial_weights(spec)
 
 
 def test_random_weights_have_no_digest(run):
     spec, _ = run
     for model in (RunSpec().model, spec.model.model_copy(update={"init": "random"})):
-        assert initial_weights(model) is None
+        assert initial_weights(spec.model_copy(update={"model": model})) == {}
+
+
+def named(name):
+    """Specs that name weights, by the field; with the file that has these and the one of the model."""
+    rewards = [{"function": "a.b:c"}, {"model": name}]
+    prompts = {"source": "acme/prompts", "sequence_length": 512}
+    return {
+        "model.name": ({"model": {"name": name}}, "model.safetensors"),
+        "adapter.init_from": ({"adapter": {"type": "lora", "init_from": name}}, "adapter_model.safetensors"),
+        "objective.teacher": ({"objective": {"type": "distill", "teacher": name}}, "model.safetensors"),
+        "objective.rewards[1].model": (
+            {"data": prompts, "objective": {"type": "grpo", "rewards": rewards}},
+            "model.safetensors",
+        ),
+    }
+
+
+FIELDS = tuple(named(""))
+PINNED_BY = {"model.name": "model.revision", "objective.teacher": "objective.teacher_revision"}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_weights_of_every_field_are_told_apart(field, tmp_path):
+    values, file = named(str(tmp_path / "weights"))[field]
+    (tmp_path / "weights").mkdir()
+    spec = RunSpec.model_validate({"model": {"name": str(tmp_path / "gone")}, **values})
+
+    def write(last):
+        save_file({"x.weight": torch.tensor([[1.0, 2.0], [3.0, last]])}, tmp_path / "weights" / file)
+
+    write(4.0)
+    expected = initial_weights(spec)
+    assert expected.keys() == {field}
+    require_initial_weights(spec, expected)
+    write(5.0)
+    require_initial_weights(spec, {})
+    require_initial_weights(spec, expected, but=(field,))
+    said = f"{field} '{tmp_path}/weights' has other weights than those that this run began with; restore them"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        require_initial_weights(spec, expected)
+    (tmp_path / "weights" / file).write_bytes(b"torn")
+    with pytest.raises(ValueError, match=re.escape(f"{field} '{tmp_path}/weights' cannot be read")):
+        initial_weights(spec)
 
 
 A, B = "a" * 40, "b" * 40
@@ -137,13 +181,34 @@ def test_a_run_of_the_whole_model_goes_on_after_its_repository_moved_and_says_so
         train_spec(hub_spec(tmp_path, "none", revision=B))
 
 
-@pytest.mark.parametrize("compare_folder", [True, False])
-def test_a_folder_that_is_gone_is_no_commit(hub, caplog, compare_folder):
+@pytest.mark.parametrize("but", [(), ("model.name",)])
+def test_a_folder_that_is_gone_is_no_commit(hub, tmp_path, caplog, but):
     """The Hub has a model of the folder's relative path."""
-    require_initial_weights(Model(name="acme/model"), "0123456789abcdef", compare_folder=compare_folder)
+    require_initial_weights(hub_spec(tmp_path, "none"), {"model.name": "0123456789abcdef"}, but=but)
     assert f"this run began with a local folder, which is gone, and the Hub has commit {A}." in caplog.text
     assert "restore the folder" in caplog.text and "model.revision" not in caplog.text
     assert "0123456789abcdef" not in caplog.text
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_branch_of_every_field_is_told_from_where_it_was(hub, tmp_path, caplog, field):
+    for commit in (tmp_path / "hub" / "models--acme--model" / "snapshots").iterdir():
+        (commit / "adapter_config.json").write_text("{}")
+    values, pinned = named("acme/model")[field][0], PINNED_BY.get(field)
+    values = {"name": "x", "output": str(tmp_path), "model": {"name": str(tmp_path / "gone")}, **values}
+    spec, folder = RunSpec.model_validate(values), RunFolder(tmp_path / "x")
+    folder.claim(spec)
+    folder.write_initial_weights_ids(initial_weights(spec))
+    assert folder.initial_weights_ids == {field: A}
+    hub(B)
+    require_initial_weights(spec, folder.initial_weights_ids)
+    said = f"{field} 'acme/model': this run began with commit {A} of the Hub, which has {B} now."
+    assert said in caplog.text and (f"set {pinned} to {A}; to train" in caplog.text) == bool(pinned)
+    if pinned:
+        section, _, name = pinned.partition(".")
+        for commit in (A, B):
+            other = {**values, section: {**values[section], name: commit}}
+            assert (folder.differences_from(RunSpec.model_validate(other)) == []) == (commit == A)
 
 
 def test_an_adapter_goes_on_with_the_commit_of_its_frozen_weights(hub, tmp_path, caplog):
@@ -159,7 +224,8 @@ def test_an_adapter_goes_on_with_the_commit_of_its_frozen_weights(hub, tmp_path,
     assert curve(pinned) == expected
 
 
-def test_offline_the_cache_tells_the_commit(hub):
-    assert initial_weights(Model(name="acme/model")) == A
-    assert initial_weights(Model(name="acme/other")) is None
-    assert initial_weights(Model(name="acme/other", revision=B)) == B
+def test_offline_the_cache_tells_the_commit(hub, tmp_path):
+    other = {"name": "acme/other"}
+    assert initial_weights(hub_spec(tmp_path, "none")) == {"model.name": A}
+    assert initial_weights(hub_spec(tmp_path, "none", **other)) == {}
+    assert initial_weights(hub_spec(tmp_path, "none", revision=B, **other)) == {"model.name": B}

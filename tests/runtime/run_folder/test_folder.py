@@ -186,10 +186,10 @@ def test_a_run_that_is_begun_anew_reads_the_newest_commit(tmp_path):
     folder = RunFolder.of(hub_spec(tmp_path))
     folder.claim(hub_spec(tmp_path))
     folder.write_data_commits([A])
-    folder.write_initial_weights_id(A)
+    folder.write_initial_weights_ids({"model.name": A})
     assert folder.data_commits_for(hub_spec(tmp_path, seed=7)) == ()
     folder.claim(hub_spec(tmp_path, seed=7), exclusive=True)
-    assert folder.initial_weights_id is None
+    assert folder.initial_weights_ids == {}
     assert folder.data_commits_for(hub_spec(tmp_path, seed=7)) == ()
 
 

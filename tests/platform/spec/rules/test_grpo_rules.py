@@ -6,7 +6,6 @@ import pytest
 
 from strata_platform.errors import SpecError
 from strata_platform.spec import DataRecipe, RunSpec
-from strata_platform.spec.local_files import require_local_files
 
 REWARD = {"function": "numeric"}
 TWO = {"topology": {"nproc_per_node": 2}}
@@ -121,12 +120,6 @@ def test_a_spec_is_completed():
     assert [make(options).objective.largest_weight for options in weighed] == [None, 2.0, 2.0, 3.0]
     highest = {"dapo": 0.2, "cispo": 5.0}
     assert {loss: make({"loss": loss}).objective.highest_ratio for loss in highest} == highest
-
-
-def test_a_reward_model_that_is_no_folder_here_is_told_before_a_run_is_sent():
-    spec = make({"rewards": [REWARD, {"model": "./none"}]})
-    with pytest.raises(SpecError, match=r"objective\.rewards\[1\]\.model: there is no such folder.*\./none"):
-        require_local_files(spec)
 
 
 @pytest.mark.parametrize(

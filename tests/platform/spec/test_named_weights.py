@@ -1,0 +1,30 @@
+"""Every field that names weights is known, so that a folder that is not there is told before a run is sent."""
+
+import pytest
+
+from strata_platform.spec import RunSpec, SpecError
+from strata_platform.spec.local_files import require_local_files
+from strata_platform.spec.named_weights import named_weights
+
+PROMPTS = {"source": "acme/prompts", "sequence_length": 512}
+SPECS = {
+    "model.name": {"model": {"name": "./none"}},
+    "adapter.init_from": {"model": {"name": "acme/model"}, "adapter": {"type": "lora", "init_from": "./none"}},
+    "objective.teacher": {"objective": {"type": "distill", "teacher": "./none"}},
+    "objective.rewards[1].model": {
+        "data": PROMPTS, "objective": {"type": "grpo", "rewards": [{"function": "a.b:c"}, {"model": "./none"}]},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", SPECS)
+def test_a_folder_of_weights_that_is_not_here_is_told(field):
+    spec = RunSpec.model_validate(SPECS[field])
+    assert [weights.field for weights in named_weights(spec) if weights.name == "./none"] == [field]
+    with pytest.raises(SpecError) as error:
+        require_local_files(spec)
+    assert [problem.path for problem in error.value.problems] == [field]
+
+
+def test_random_weights_have_no_name():
+    assert not list(named_weights(RunSpec()))
