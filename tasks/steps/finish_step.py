@@ -87,6 +87,5 @@ def stored_outputs(spec: RunSpec, recipe: DataRecipe) -> Outputs | None:
         # Imported here: torch takes seconds, and most runs that plan have not finished.
         from tasks.runtime.models.initial_weights import require_initial_weights
 
-        # Of an adapter, too: its checkpoints, which tell other frozen weights, may be gone.
         require_initial_weights(spec, began_with)
     return outputs

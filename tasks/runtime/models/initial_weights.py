@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from strata_platform.file_io import require_regular_files
+from strata_platform.model_config import read_config_file
 from strata_platform.spec import RunSpec
 from strata_platform.spec.named_weights import NamedWeights, named_weights
 from tasks.runtime.data.reading.sources import is_commit
@@ -41,22 +42,17 @@ def initial_weights(spec: RunSpec) -> dict[str, str]:
     return {field: identity for field, identity in found.items() if identity is not None}
 
 
-def require_initial_weights(spec: RunSpec, expected: Mapping[str, str], *, but: Collection[str] = ()) -> None:
+def require_initial_weights(spec: RunSpec, expected: Mapping[str, str]) -> None:
     """Raises ValueError if a folder has other weights than when the run began and `initial_weights` was `expected`.
 
     Warns of another commit on the Hub, which may have the same weights.
-
-    but: fields whose local folders are not compared.
     """
     for weights in named_weights(spec):
         field, name = weights.field, weights.name
-        local = Path(name).is_dir()
-        if field not in expected or (local and field in but):
-            continue
-        found = _identity(weights)
+        found = _identity(weights) if field in expected else None
         if found is None or found == expected[field]:
             continue
-        if local:
+        if Path(name).is_dir():
             raise ValueError(
                 f"{field} {name!r} has other weights than those that this run began with; restore them to continue, "
                 "or choose another name to train with the new ones"
@@ -105,12 +101,16 @@ def _commit(weights: NamedWeights) -> str | None:
 def _digest(weights: NamedWeights) -> str | None:
     """A digest of the names, shapes and some values of the weights in a folder; None if it has none."""
     folder, digest = Path(weights.name), hashlib.sha256()
-    _, file = _FILES.get(weights.field, _MODEL_FILES)
+    config, file = _FILES.get(weights.field, _MODEL_FILES)
     try:
         require_regular_files(folder)
+        tied = (folder / config).is_file() and read_config_file(folder / config).get("tie_word_embeddings") is True
         with ExitStack() as opened:
             tensors = open_tensors(folder, opened, file)
             for name, held in sorted(tensors.items()):
+                # A copy of the embeddings, which may be in the file or not; with other values a model is rejected.
+                if tied and f".{name}".endswith(".lm_head.weight"):
+                    continue
                 digest.update(f"{name} {held.get_slice(name).get_shape()}".encode())
                 digest.update(some_values(held, name).to(torch.bfloat16).view(torch.uint8).numpy().tobytes())
     except (OSError, ValueError, SafetensorError) as error:

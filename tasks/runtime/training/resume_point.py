@@ -40,9 +40,7 @@ def find_resume_point(run: Session, data: PreparedData, steps: int) -> tuple[Pat
             f"the prepared data, to continue that run, choose another name, or remove {run.folder.root}"
         )
     if latest:
-        # The checkpoint of an adapter tells other frozen weights itself, in whatever form they were saved.
-        told = () if run.spec.adapter.type == "none" else ("model.name",)
-        require_initial_weights(run.spec, run.folder.initial_weights_ids, but=told)
+        require_initial_weights(run.spec, run.folder.initial_weights_ids)
     done = checkpoint.step_of(latest) if latest else 0
     if (not latest or is_over(run, latest, steps)) and run.folder.record.exists():
         record = CompletionRecord.load(run.folder.record)
