@@ -67,7 +67,7 @@ def test_a_run_goes_on_whatever_is_committed_to_its_data_since(tmp_path, monkeyp
     }
     newest, asked = [], []
 
-    def info(hub, name, revision):
+    def info(hub, name, revision, timeout):
         asked.append(name)
         return SimpleNamespace(sha=newest[-1])
 

@@ -136,7 +136,7 @@ def test_another_execution_of_a_run_reads_the_commit_of_the_first(tmp_path, monk
     first, newest = "a" * 40, "b" * 40
     # It would take the loggers from the tests that follow.
     monkeypatch.setattr(prepare, "configure_logging", lambda: None)
-    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *names, revision: SimpleNamespace(sha=newest))
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *names, **options: SimpleNamespace(sha=newest))
     spec = RunSpec.model_validate({"output": str(tmp_path), "data": {"source": "org/texts"}})
     assert prepare.plan(spec=spec).recipe.data.revision == newest
     folder = RunFolder.of(spec)

@@ -260,7 +260,7 @@ def test_the_sources_of_a_mixture_have_a_commit_each(monkeypatch: pytest.MonkeyP
     commits = {"org/a": "a" * 40, "org/b": "b" * 40}
     asked: list[str] = []
 
-    def info(hub: object, name: str, revision: str | None) -> SimpleNamespace:
+    def info(hub: object, name: str, revision: str | None, timeout: float) -> SimpleNamespace:
         asked.append(name)
         return SimpleNamespace(sha=commits[name])
 

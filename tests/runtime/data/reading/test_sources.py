@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+import socket
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -21,7 +22,7 @@ import pytest
 
 from strata_platform.spec import DataRecipe, RunSpec
 from tasks.runtime.data import fingerprint, recipe_of
-from tasks.runtime.data.reading import readers
+from tasks.runtime.data.reading import readers, sources
 from tasks.runtime.data.reading.sources import Files, HubDataset, Source, open_source
 
 PAIRS = [{"prompt": f"p{i}", "completion": f"é {i}\nNA"} for i in range(3)]
@@ -579,7 +580,7 @@ def test_a_data_set_of_the_hub_is_read_at_the_commit_that_was_found_once(monkeyp
     asked: list[str | None] = []
     loaded: list[str] = []
 
-    def info(hub: HfApi, name: str, revision: str | None) -> SimpleNamespace:
+    def info(hub: HfApi, name: str, revision: str | None, timeout: float) -> SimpleNamespace:
         asked.append(revision)
         return SimpleNamespace(sha=newest)
 
@@ -610,6 +611,19 @@ def test_a_hub_that_is_away_is_warned_of_whatever_its_client_raises(monkeypatch:
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", info)
     with pytest.warns(UserWarning, match=r"the Hub did not return the commit of 'someone/greetings' \(NoConnection\)"):
         assert recipe_of(_spec("someone/greetings")).data.revision is None
+
+
+def test_a_commit_is_not_waited_for_where_a_hub_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import HfApi, constants
+
+    monkeypatch.setattr(sources, "_COMMIT_TIMEOUT", 0.05)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    # The kernel accepts the connection, and nobody reads from it.
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setattr("huggingface_hub.HfApi", partial(HfApi, endpoint=endpoint))
+        with pytest.warns(UserWarning, match=r"the Hub did not return the commit of 'someone/greetings' \(ReadTimeout"):
+            assert _open("someone/greetings").commit() is None
 
 
 def test_only_data_of_the_hub_has_a_commit(tmp_path: Path) -> None:
