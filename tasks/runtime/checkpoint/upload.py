@@ -56,7 +56,8 @@ class CheckpointUploader:
         self._thread: threading.Thread | None = None
 
     def download_run_files(self) -> None:
-        """Download the small files of the run folder that are missing on disk.
+        """Download the small files of the run folder that are missing on disk, and those of what the run began with if
+        the store has a newer checkpoint.
 
         Raises ValueError when the store cannot be read or holds a run of another spec under this name, or when the
         store or the disk has files that belong to no run.
@@ -80,10 +81,15 @@ class CheckpointUploader:
             shutil.rmtree(stored.root)
         # Before the spec is downloaded: with a spec, other people's files would count as the run's.
         self._folder.require_no_unowned_files()
+        newer = done > manifest.newest_step(self._folder.checkpoints)
         # The spec first: a folder without one belongs to no run.
         for path in self._small_files():
-            if not path.exists():
-                self._retry_at_start(partial(self._store.download_file, path))
+            # Those on disk may be of a start that ended before a checkpoint, while another machine began anew.
+            replaced = newer and path in self._folder.pinned_files
+            if not replaced and path.exists():
+                continue
+            if not self._retry_at_start(partial(self._store.download_file, path)):
+                path.unlink(missing_ok=True)
 
     def upload_spec(self) -> None:
         """Claim the folder in the store, which also checks write access. Raises ValueError when that fails."""
@@ -101,10 +107,6 @@ class CheckpointUploader:
         if newer:
             # Metrics first: if this start is killed here, the next one finds the checkpoint and downloads nothing.
             self._retry_at_start(partial(self._store.download_file, self._folder.metrics))
-            # Those on disk may be of a start that ended before a checkpoint, while another machine began anew.
-            for path in self._folder.pinned_files:
-                if not self._retry_at_start(partial(self._store.download_file, path)):
-                    path.unlink(missing_ok=True)
         latest = on_disk
         for step in reversed(newer):
             if self._download(step):

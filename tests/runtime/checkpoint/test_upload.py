@@ -352,7 +352,7 @@ def test_the_commits_that_a_run_reads_come_along(tmp_path):
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_pinned_files_are_those_of_the_checkpoint_that_is_downloaded(tmp_path, known):
+def test_pinned_files_are_those_of_the_newest_checkpoint_before_data_are_prepared(tmp_path, known):
     """The first machine ended before a checkpoint; meanwhile another began anew, with another commit or none."""
     first, second = "a" * 40, "b" * 40 if known else None
 
@@ -375,12 +375,12 @@ def test_pinned_files_are_those_of_the_checkpoint_that_is_downloaded(tmp_path, k
     others.enqueue(save(other.checkpoints, 50))
     others.finish()
     uploader.download_run_files()
-    uploader.download_latest()
     assert folder.initial_weights_ids.get("model.name") == second
     assert folder.data_commits_for(spec) == ((second,) if known else ())
     # What the disk has is as new as the store now.
-    begin(folder, first)
     uploader.download_latest()
+    begin(folder, first)
+    uploader.download_run_files()
     assert folder.initial_weights_ids.get("model.name") == first
 
 
