@@ -5,7 +5,7 @@ else: `num_generations` is like `num_iterations`, `lora_r` like `lora_dropout`, 
 `checkpoint`. docs/other-trainers.md lists the names that are no settings of objectives,
 docs/settings-to-leave-out.md those without a field.
 
-A name with a dot is that of a setting in the section before it alone.
+A name with a dot is that of a setting in the section before the dot alone; with nothing before it, at the top alone.
 """
 
 from __future__ import annotations
@@ -283,13 +283,11 @@ NO_FIELDS = {
     "eot_tokens": _SELF + "the token that ends a turn is that of the chat template",
     "train_on_eos": _SELF + "the token that ends a turn carries loss if the turn does",
     "train_on_eot": _SELF + "the token that ends a turn carries loss if the turn does",
-    "model_type": _SELF + "the class of the model follows from its config.json",
-    "model_class": _SELF + "the class of the model follows from its config.json",
+    **dict.fromkeys(("model_type", "model_class"), _SELF + "the class of the model follows from its config.json"),
     "tokenizer_type": _SELF + "the class of the tokenizer follows from its files",
     "processor_type": _SELF + "the class of the processor follows from its files",
     "num_labels": _SELF + "a reward model has one score",
-    "do_train": _SELF + "a run trains, evaluates and exports",
-    "do_eval": _SELF + "a run trains, evaluates and exports",
+    **dict.fromkeys(("do_train", "do_eval"), _SELF + "a run trains, evaluates and exports"),
     "dataset_prepared_path": _CACHE,
     "tokenized_path": _CACHE,
     "overwrite_cache": _CACHE,
@@ -311,8 +309,7 @@ NO_FIELDS = {
     "sample_packing_sequentially": _ORDER,
     "curriculum_sampling": _ORDER,
     "shuffle_merged_datasets": _SELF + "the rows of all sources are shuffled together",
-    "eval_sample_packing": _SELF + "evaluation packs as data.packing says",
-    "eval_packing": _SELF + "evaluation packs as data.packing says",
+    **dict.fromkeys(("eval_sample_packing", "eval_packing"), _SELF + "evaluation packs as data.packing says"),
     "pad_to_sequence_len": _PADDED,
     "group_by_length": _PADDED,
     "eval_batch_size": _SELF + "evaluation takes training.micro_batch_size rows",
@@ -346,14 +343,12 @@ NO_FIELDS = {
     "wandb_log_model": _METRICS,
     "wandb_run_id": _SELF + "a run that continues continues its run of the tracker",
     "plugins": "code of your own is named by data.format, objective.type 'custom' and runtime.callbacks",
-    "job": "its dump_folder is output, and its description name",
-    "metrics": "its settings are fields of tracking",
+    ".job": "its dump_folder is output, and its description name",
+    ".metrics": "its settings are fields of tracking",
     "trl": "its settings are fields of objective and of objective.generation",
     "vllm": "its settings are fields of objective.generation",
 }
 """Names of settings that have no field, and what to do instead."""
-AT_THE_TOP = frozenset({"job", "metrics"})
-"""Of these, sections that are answered at the top of a spec alone: `evaluation.metrics` means something else."""
 
 _NF4 = dict.fromkeys(("4", "4bit", "int4", "true", "bnb"), "nf4")
 OTHER_VALUES: dict[str, dict[str, str]] = {

@@ -28,14 +28,7 @@ from strata_platform.spec.describe import (
     literals,
     sections,
 )
-from strata_platform.spec.other_names import (
-    AT_THE_TOP,
-    NAMES_IN_SOURCES,
-    NO_FIELDS,
-    OTHER_NAMES,
-    OTHER_VALUES,
-    PER_EPOCH,
-)
+from strata_platform.spec.other_names import NAMES_IN_SOURCES, NO_FIELDS, OTHER_NAMES, OTHER_VALUES, PER_EPOCH
 
 Spec = TypeVar("Spec", bound=BaseModel)
 
@@ -260,11 +253,15 @@ def _unknown_field(model: type[BaseModel], item: ErrorDetails, location: _Locati
 
 def _no_field(location: _Location, given: Any) -> str | None:
     """What to do instead of a setting that has no field, be it for this value alone."""
+    if location.keys[-1] == "quantization_bit" and str(given) == "8":
+        return NO_FIELDS["load_in_8bit"]
+    return _there_or_anywhere(NO_FIELDS, location)
+
+
+def _there_or_anywhere(names: Mapping[str, str], location: _Location) -> str | None:
+    """The value of the setting in its section, as `section.name`, or of one with that name in any."""
     *above, name = location.keys
-    if above and name in AT_THE_TOP:
-        return None
-    eight_bits = name == "quantization_bit" and str(given) == "8"
-    return NO_FIELDS.get("load_in_8bit" if eight_bits else name)
+    return names.get(f"{'.'.join(above)}.{name}", names.get(name))
 
 
 def _within(location: _Location) -> str | None:
@@ -283,7 +280,7 @@ def _other_name(location: _Location, given: Any) -> str | None:
     *above, name = location.keys
     if above[:1] == ["data"] and name in NAMES_IN_SOURCES:
         return NAMES_IN_SOURCES[name]
-    meant = OTHER_NAMES.get(".".join(location.keys)) or OTHER_NAMES.get(name)
+    meant = _there_or_anywhere(OTHER_NAMES, location)
     if meant is None:
         return None
     section, *field = meant.split(".")
