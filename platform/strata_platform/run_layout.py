@@ -13,7 +13,7 @@
     tensorboard/         event files
     data_commit.txt      the commits of the Hub data sets that the run reads, a line for each source
     initial_weights.txt  the weights that the run began with, a line for each field that names some: the commit of a
-                         Hub model, or a digest of a local folder
+                         Hub model, or digests of a local folder
     .lease/              which machine trains it now
     supervisor/          what the supervisor of a local run writes; see `SupervisorLayout`
 

@@ -237,7 +237,7 @@ def test_a_finished_run_has_its_outputs_unless_its_weights_were_replaced(flyte_2
     run.finish_step.note_outputs(folder, run.finish_step.Outputs(spec.hash(), recipe.hash(), *stored))
     assert [output.path for output in asyncio.run(run.finished(spec, recipe))] == stored
     weights(2.0)
-    with pytest.raises(ValueError, match=r"model\.name '.*' has other weights than those that this run began with"):
+    with pytest.raises(ValueError, match=r"model\.name '.*' has other weights than when this run began"):
         asyncio.run(run.finished(spec, recipe))
 
 

@@ -221,7 +221,7 @@ def test_outputs_of_a_run_that_began_with_other_weights_are_not_returned(spec, t
     weights = load_file(model / "model.safetensors")
     weights["model.norm.weight"][0] += 1
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    said = rf"{field.partition(' ')[0]} '{model}' has other weights than .* this run began with"
+    said = rf"{field.partition(' ')[0]} '{model}' has other weights than when this run began"
     with pytest.raises(ValueError, match=said):
         started(spec)
 

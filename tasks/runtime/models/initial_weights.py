@@ -8,10 +8,12 @@ since. So would one that got another teacher or reward model.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -30,11 +32,17 @@ log = logging.getLogger(__name__)
 # Configuration and weights, by the field that names their folder.
 _MODEL_FILES = CONFIG_NAME, SAFE_WEIGHTS_NAME
 _FILES = {"adapter.init_from": (adapter_folder.CONFIG, adapter_folder.WEIGHTS)}
+# Between the digests of weights and configuration.
+_AND = "-"
+# What saving the same model anew may change in its configuration.
+_UNREAD = frozenset(
+    ("transformers_version", "peft_version", "dtype", "torch_dtype", "_name_or_path", "inference_mode", "use_cache")
+)
 
 
 def initial_weights(spec: RunSpec) -> dict[str, str]:
-    """What tells weights from others, by the field that names them: a digest of those in a local folder, or the Hub's
-    commit. Without those whose commit the Hub does not tell.
+    """What tells weights from others, by the field that names them: digests of those in a local folder and of its
+    configuration, or the Hub's commit. Without those whose commit the Hub does not tell.
 
     Raises ValueError if a file of weights cannot be read.
     """
@@ -43,7 +51,8 @@ def initial_weights(spec: RunSpec) -> dict[str, str]:
 
 
 def require_initial_weights(spec: RunSpec, expected: Mapping[str, str]) -> None:
-    """Raises ValueError if a folder has other weights than when the run began and `initial_weights` was `expected`.
+    """Raises ValueError if a folder has other weights, or another configuration, than when the run began and
+    `initial_weights` was `expected`.
 
     Warns of another commit on the Hub, which may have the same weights.
     """
@@ -53,9 +62,11 @@ def require_initial_weights(spec: RunSpec, expected: Mapping[str, str]) -> None:
         if found is None or found == expected[field]:
             continue
         if Path(name).is_dir():
+            same_weights = found.partition(_AND)[0] == expected[field].partition(_AND)[0]
+            config, _ = _FILES.get(field, _MODEL_FILES)
             raise ValueError(
-                f"{field} {name!r} has other weights than those that this run began with; restore them to continue, "
-                "or choose another name to train with the new ones"
+                f"{field} {name!r} has {f'another {config}' if same_weights else 'other weights'} than when this run "
+                "began; restore the folder to continue, or choose another name to train with the new one"
             )
         _warn_of_commit(weights, expected[field], found)
 
@@ -99,23 +110,38 @@ def _commit(weights: NamedWeights) -> str | None:
 
 
 def _digest(weights: NamedWeights) -> str | None:
-    """A digest of the names, shapes and some values of the weights in a folder; None if it has none."""
+    """Digests of the names, shapes and some values of the weights in a folder, and of its configuration; None if it has
+    neither.
+    """
     folder, digest = Path(weights.name), hashlib.sha256()
-    config, file = _FILES.get(weights.field, _MODEL_FILES)
+    name, file = _FILES.get(weights.field, _MODEL_FILES)
     try:
         require_regular_files(folder)
-        tied = (folder / config).is_file() and read_config_file(folder / config).get("tie_word_embeddings") is True
+        config = _without_unread(read_config_file(folder / name)) if (folder / name).is_file() else {}
+        tied = config.get("tie_word_embeddings") is True
         with ExitStack() as opened:
-            tensors = open_tensors(folder, opened, file)
-            for name, held in sorted(tensors.items()):
+            tensors = {} if weights.random else open_tensors(folder, opened, file)
+            for tensor, held in sorted(tensors.items()):
                 # A copy of the embeddings, which may be in the file or not; with other values a model is rejected.
-                if tied and f".{name}".endswith(".lm_head.weight"):
+                if tied and f".{tensor}".endswith(".lm_head.weight"):
                     continue
-                digest.update(f"{name} {held.get_slice(name).get_shape()}".encode())
-                digest.update(some_values(held, name).to(torch.bfloat16).view(torch.uint8).numpy().tobytes())
+                digest.update(f"{tensor} {held.get_slice(tensor).get_shape()}".encode())
+                digest.update(some_values(held, tensor).to(torch.bfloat16).view(torch.uint8).numpy().tobytes())
     except (OSError, ValueError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(
             f"{weights.field} {weights.name!r} cannot be read: {reason}; fetch the folder's files again"
         ) from error
-    return digest.hexdigest()[:16] if tensors else None
+    if not tensors and not config:
+        return None
+    settings = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    return f"{digest.hexdigest()[:16]}{_AND}{settings.hexdigest()[:16]}"
+
+
+def _without_unread(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration, and those within it, without what does not change the model."""
+    return {
+        key: _without_unread(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key not in _UNREAD
+    }

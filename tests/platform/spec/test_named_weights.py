@@ -26,5 +26,7 @@ def test_a_folder_of_weights_that_is_not_here_is_told(field):
     assert [problem.path for problem in error.value.problems] == [field]
 
 
-def test_random_weights_have_no_name():
+def test_a_preset_has_no_named_weights_and_a_configuration_alone_has_random_ones():
     assert not list(named_weights(RunSpec()))
+    [found] = named_weights(RunSpec.model_validate({"model": {"name": "acme/model", "init": "random"}}))
+    assert (found.field, found.random) == ("model.name", True)

@@ -94,12 +94,6 @@ def test_only_a_copy_of_a_tied_head_does_not_count(field, tied, tmp_path):
     assert (found[0] == found[1]) == (tied and field == "model.name")
 
 
-def test_random_weights_have_no_digest(run):
-    spec, _ = run
-    for model in (RunSpec().model, spec.model.model_copy(update={"init": "random"})):
-        assert initial_weights(spec.model_copy(update={"model": model})) == {}
-
-
 def named(name):
     """Specs that name weights, by the field; with the file that has these and the one of the model."""
     rewards = [{"function": "a.b:c"}, {"model": name}]
@@ -134,12 +128,46 @@ def test_weights_of_every_field_are_told_apart(field, tmp_path):
     require_initial_weights(spec, expected)
     write(5.0)
     require_initial_weights(spec, {})
-    said = f"{field} '{tmp_path}/weights' has other weights than those that this run began with; restore them"
+    said = f"{field} '{tmp_path}/weights' has other weights than when this run began; restore the folder"
     with pytest.raises(ValueError, match=re.escape(said)):
         require_initial_weights(spec, expected)
     (tmp_path / "weights" / file).write_bytes(b"torn")
     with pytest.raises(ValueError, match=re.escape(f"{field} '{tmp_path}/weights' cannot be read")):
         initial_weights(spec)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_configurations_of_every_field_are_told_apart(field, tmp_path):
+    values, _ = named(str(tmp_path))[field]
+    name = "adapter_config.json" if field == "adapter.init_from" else "config.json"
+    spec = RunSpec.model_validate({"model": {"name": str(tmp_path / "gone")}, **values})
+
+    def write(theta, version):
+        inner = {"rope_theta": theta, "dtype": version}
+        (tmp_path / name).write_text(json.dumps({"text_config": inner, "transformers_version": version}))
+
+    write(1e4, "4")
+    expected = initial_weights(spec)
+    # As of the same model that is saved anew.
+    write(1e4, "5")
+    require_initial_weights(spec, expected)
+    write(1e6, "5")
+    said = f"{field} '{tmp_path}' has another {name} than when this run began; restore the folder"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        require_initial_weights(spec, expected)
+
+
+def test_of_random_weights_the_configuration_is_compared(tmp_path):
+    assert initial_weights(RunSpec()) == {}
+    spec = RunSpec.model_validate({"model": {"name": str(tmp_path), "init": "random"}})
+    assert initial_weights(spec) == {}
+    (tmp_path / "config.json").write_text('{"rope_theta": 1e4}')
+    expected = initial_weights(spec)
+    save_file({"x.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    require_initial_weights(spec, expected)
+    (tmp_path / "config.json").write_text('{"rope_theta": 1e6}')
+    with pytest.raises(ValueError, match=r"model\.name '.*' has another config\.json than when this run began"):
+        require_initial_weights(spec, expected)
 
 
 A, B = "a" * 40, "b" * 40

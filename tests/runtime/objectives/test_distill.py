@@ -260,7 +260,7 @@ def test_a_run_goes_on_with_the_teacher_it_began_with(folder, data):
     try:
         # Complete, and interrupted after its first step.
         for step in (None, 1):
-            with pytest.raises(ValueError, match=r"objective\.teacher '.*' has other weights than those that this run"):
+            with pytest.raises(ValueError, match=r"objective\.teacher '.*' has other weights than when this run began"):
                 train_spec(spec, step)
         # As of a teacher on the Hub, whose commit alone is compared before it is loaded.
         RunFolder.of(spec).initial_weights.unlink()

@@ -19,6 +19,7 @@ from tasks import finish, prepare, topology
 from tasks.runtime import __main__ as entry
 from tasks.runtime.data.preparation.tokenizer import read_tokenizer
 from tasks.runtime.data.reading.sources import HubDataset
+from tasks.runtime.models import config
 from tasks.runtime.models.build import build_model
 from tasks.runtime.models.config import load_config
 from tasks.runtime.models.initial_weights import initial_weights
@@ -68,6 +69,8 @@ def hub(monkeypatch, tmp_path):
             servers.append((server, thread))
             port = server.server_port
         endpoint = f"http://127.0.0.1:{port}"
+        # Other tests of this process may have read a model of that name.
+        config._read_config.cache_clear()
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
