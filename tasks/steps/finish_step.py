@@ -22,6 +22,9 @@ from tasks.steps.retry import retried
 
 log = logging.getLogger(__name__)
 
+# Objectives that may name code of the user's.
+_OWN_CODE = ("custom", "grpo")
+
 
 class Finished(NamedTuple):
     """The folder of a finished run, its report as HTML to show in a page, and the hash of its data's recipe."""
@@ -70,7 +73,8 @@ def note_outputs(folder: RunFolder, outputs: Outputs) -> None:
 def stored_outputs(spec: RunSpec, recipe: DataRecipe) -> Outputs | None:
     """Where the outputs of a run that has finished with this very spec and these data were stored.
 
-    Raises ValueError if a folder that the spec names has other weights than those that the run began with.
+    Warns of code of the objective that has changed since. Raises ValueError if a folder that the spec names has other
+    weights than when the run began.
     """
     folder = RunFolder.of(spec)
     note = folder.stored_outputs
@@ -88,4 +92,8 @@ def stored_outputs(spec: RunSpec, recipe: DataRecipe) -> Outputs | None:
         from tasks.runtime.models.initial_weights import require_initial_weights
 
         require_initial_weights(spec, began_with)
+    if spec.objective.type in _OWN_CODE and folder.record.exists():
+        from tasks.runtime.extensions.own_code import warn_of_changed_code
+
+        warn_of_changed_code(spec.objective, CompletionRecord.load(folder.record).code)
     return outputs

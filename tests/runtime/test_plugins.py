@@ -221,6 +221,27 @@ def test_evaluation_measures_by_it_and_the_record_has_its_code(trained):
     assert measured.eval_metrics.keys() == {"accuracy"}
 
 
+def test_a_start_after_its_code_has_changed_says_so(trained, plugin, output, caplog):
+    """Of a run that has finished, and of one that goes on."""
+    spec = make_spec(output, "edited", checkpoint={"every": 1})
+    train_spec(spec)
+    train_spec(spec)
+    assert "has changed" not in caplog.text
+    file = plugin[0] / "my_plugin" / "losses.py"
+    before = file.read_text()
+    file.write_text(f"{before}\n# edited\n")
+    try:
+        for step in (None, 1):
+            caplog.clear()
+            train_spec(spec, step)
+            assert "'my_plugin.losses:Focal': its code has changed since the last step of this run" in caplog.text
+        caplog.clear()
+        train_spec(spec)
+        assert "has changed" not in caplog.text
+    finally:
+        file.write_text(before)
+
+
 def test_it_runs_as_a_flyte_workflow(plugin, tmp_path):
     write_tickets(tmp_path / "tickets.jsonl")
     spec = make_spec(tmp_path, "flyte", training={"steps": 1, "micro_batch_size": 2})

@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 import sys
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -13,11 +14,13 @@ from flytekit.types.directory import FlyteDirectory
 from safetensors.torch import load_file, save_file
 
 from strata_platform import kept_log
-from strata_platform.spec import RunSpec
+from strata_platform.spec import DataRecipe, RunSpec
 from tasks import finish, prepare
+from tasks.runtime.extensions.own_code import objective_code
 from tasks.runtime.models.initial_weights import initial_weights
 from tasks.runtime.run_folder import kept_logs
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
+from tasks.runtime.run_folder.record import CompletionRecord
 from tasks.steps.finish_step import stored_outputs
 from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.workflows.test_serialization import compiled_by
@@ -224,6 +227,24 @@ def test_outputs_of_a_run_that_began_with_other_weights_are_not_returned(spec, t
     said = rf"{field.partition(' ')[0]} '{model}' has other weights than when this run began"
     with pytest.raises(ValueError, match=said):
         started(spec)
+
+
+def test_outputs_of_a_run_whose_code_has_changed_since_are_returned_with_a_warning(tmp_path, caplog, monkeypatch):
+    (tmp_path / "own_focus_here.py").write_text("class Focus: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    objective = {"type": "custom", "object": "own_focus_here:Focus"}
+    spec = RunSpec.model_validate({"output": str(tmp_path / "out"), "objective": objective})
+    recipe, folder = DataRecipe.from_spec(spec), RunFolder.of(spec)
+    folder.create()
+    outputs = finish.steps.Outputs(spec.hash(), recipe.hash(), *3 * ["s3://runs"])
+    finish.steps.note_outputs(folder, outputs)
+    code = objective_code(spec.objective)
+    monkeypatch.setattr(CompletionRecord, "load", lambda path: SimpleNamespace(code=code))
+    folder.record.touch()
+    assert stored_outputs(spec, recipe) == outputs and not caplog.text
+    (tmp_path / "own_focus_here.py").write_text("class Focus: gamma = 2\n")
+    assert stored_outputs(spec, recipe) == outputs
+    assert "'own_focus_here:Focus': its code has changed since the last step of this run" in caplog.text
 
 
 @pytest.mark.parametrize("text", ['{"spec_hash": "a', '{"model": "of other fields"}', "[]"])

@@ -74,10 +74,21 @@ def code_digest(cls: type) -> str:
 
     Of an installed package only the package itself counts; of your own folder every module in it that is imported.
     """
+    return _digest(cls.__module__, cls.__qualname__)
+
+
+def digest_by_name(name: str, group: str) -> str:
+    """The same of a class or function that is not imported here, `module:name` or an entry point of `group`."""
+    target = _registered(name, group, repr(name)) if name.startswith(ENTRY_POINT) else name
+    module, _, attribute = target.partition(":")
+    return _digest(module, attribute)
+
+
+def _digest(module: str, attribute: str) -> str:
     digest = hashlib.sha256()
-    for name, file in sorted(_sources(cls.__module__).items()):
+    for name, file in sorted(_sources(module).items()):
         digest.update(f"{name}\n".encode() + file.read_bytes())
-    digest.update(cls.__qualname__.encode())
+    digest.update(attribute.encode())
     return digest.hexdigest()[:16]
 
 

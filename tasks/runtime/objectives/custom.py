@@ -30,8 +30,6 @@ log = logging.getLogger(__name__)
 
 FIELD = "objective.object"
 _GROUP = "strata.objectives"
-# Key of the code's digest in a checkpoint's metadata.
-_METADATA_KEY = "objective_code"
 
 
 def load_objective(settings: Settings) -> TokenObjective | BatchObjective:
@@ -60,28 +58,18 @@ class Custom:
         self.name, self._fused = settings.object, fused
         self._objective = load_objective(settings)
         self.unit = self._objective.unit
-        self.code = code_digest(type(self._objective))
 
     def prepare(self, context: ObjectiveContext) -> PreparedData:
-        """Return the data unchanged. Warns if the objective's code has changed since the checkpoint."""
+        """Return the data unchanged."""
         if context.processes.is_main:
             by_chunks = self._fused and isinstance(self._objective, TokenObjective)
             how = "logits in chunks" if by_chunks else "all logits of a forward pass"
-            log.info("objective: %s, code %s, from %s", self.name, self.code, how)
-            before = context.metadata.get(_METADATA_KEY, self.code)
-            if before != self.code:
-                log.warning(
-                    "%s %r: its code has changed since the checkpoint (%s, now %s); later losses are of the new code",
-                    FIELD,
-                    self.name,
-                    before,
-                    self.code,
-                )
+            log.info("objective: %s, code %s, from %s", self.name, code_digest(type(self._objective)), how)
         return context.data
 
     def metadata(self) -> dict[str, Any]:
-        """The digest of the objective's code."""
-        return {_METADATA_KEY: self.code}
+        """Empty: the objective keeps no state."""
+        return {}
 
     def prepare_validation(self, model: nn.Module, data: PreparedData, spec: RunSpec) -> PreparedData:
         """Return the data unchanged."""

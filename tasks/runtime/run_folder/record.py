@@ -162,7 +162,7 @@ class CompletionRecord(BaseModel):
     """Kernels compiled before training; see the kernel layer's WarmupReport."""
     versions: dict[str, str]
     code: dict[str, str] = {}
-    """The code that the spec names, of objective, format, callbacks and model, with its digest or commit."""
+    """The code that the spec names, of objective, rewards, format, callbacks and model, with its digest or commit."""
     samples: tuple[Sample, ...] = ()
 
     def require_complete(self) -> CompletionRecord:

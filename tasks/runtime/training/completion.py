@@ -18,12 +18,12 @@ from tasks.runtime import checkpoint
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.loader import DataSkip, spans_read
 from tasks.runtime.data.mixture import source_shares
+from tasks.runtime.extensions.own_code import objective_code
 from tasks.runtime.metrics import startup
 from tasks.runtime.metrics.progress import report_progress
 from tasks.runtime.metrics.recorder import throughput, utilization
 from tasks.runtime.models.custom_code import model_code
 from tasks.runtime.models.float8 import FLOAT8
-from tasks.runtime.objectives import Custom, Objective
 from tasks.runtime.objectives.training_step import TrainingStep
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.metrics_file import read_evaluations, read_points
@@ -97,7 +97,7 @@ def write_record(
         startup=startup.seconds([point for point in points if point.attempt == attempt]),
         warmup=warmup.to_dict(),
         versions=versions(),
-        code=_code(data, step.objective) | callbacks | model_code(run.spec.model),
+        code=objective_code(run.spec.objective) | _code(data) | callbacks | model_code(run.spec.model),
     )
     record.save(run.folder.record)
     for share in record.sources:
@@ -132,13 +132,10 @@ def final_checkpoint(settings: Checkpoint, latest: Path) -> Path:
     return folder
 
 
-def _code(data: PreparedData, objective: Objective) -> dict[str, str]:
-    """Digests of the code that the spec names, by its name there. That of a format is of when the data was prepared."""
-    code = {objective.name: objective.code} if isinstance(objective, Custom) else {}
-    for manifest in data.manifest.sources or (data.manifest,):
-        if manifest.format in manifest.versions:
-            code[manifest.format] = manifest.versions[manifest.format]
-    return code
+def _code(data: PreparedData) -> dict[str, str]:
+    """Digests of the code of formats when the data was prepared, by its name in the spec."""
+    manifests = data.manifest.sources or (data.manifest,)
+    return {each.format: each.versions[each.format] for each in manifests if each.format in each.versions}
 
 
 def _counts(data: PreparedData) -> dict[str, int]:

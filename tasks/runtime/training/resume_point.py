@@ -9,6 +9,7 @@ from typing import Any
 
 from tasks.runtime import checkpoint
 from tasks.runtime.data import PreparedData
+from tasks.runtime.extensions.own_code import CODE, warn_of_changed_code
 from tasks.runtime.models.initial_weights import require_initial_weights
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.run_folder.record import CompletionRecord
@@ -41,6 +42,7 @@ def find_resume_point(run: Session, data: PreparedData, steps: int) -> tuple[Pat
         )
     if latest:
         require_initial_weights(run.spec, run.folder.initial_weights_ids)
+        warn_of_changed_code(run.spec.objective, checkpoint.metadata_of(latest).get(CODE, {}))
     done = checkpoint.step_of(latest) if latest else 0
     if (not latest or is_over(run, latest, steps)) and run.folder.record.exists():
         record = CompletionRecord.load(run.folder.record)

@@ -24,6 +24,7 @@ from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.data import PreparedData
 from tasks.runtime.evaluation.during_training import TrainingEvaluator
 from tasks.runtime.extensions.callback_runner import CallbackRunner
+from tasks.runtime.extensions.own_code import CODE, objective_code
 from tasks.runtime.generation import start_engine
 from tasks.runtime.metrics import startup
 from tasks.runtime.metrics.mfu import build_mfu
@@ -245,6 +246,7 @@ def build_job(
             "base": base,
             **({AVERAGED_BY: run.spec.optimizer.betas[0]} if run.spec.optimizer.type == "schedule_free" else {}),
             **float8,
+            CODE: objective_code(run.spec.objective),
             **objective.metadata(),
         },
     )
