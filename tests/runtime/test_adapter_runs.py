@@ -1,6 +1,7 @@
 """Runs with modules beside an adapter, that start from one, with PiSSA, and with an adapter of embeddings."""
 
 import importlib.util
+import math
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tasks.runtime.models.trained_weights import collect_weights
 from tasks.runtime.run_folder.folder import RunFolder, data_folder
 from tasks.runtime.run_folder.record import CompletionRecord
 from tests.runtime.helpers.comparable_runs import SAVED, STEPS, approx, curve, file_of, make_spec
+from tests.runtime.helpers.preference_pairs import write_pairs
 from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_forked import launch
 from tests.runtime.helpers.train_only import train_spec
@@ -114,6 +116,20 @@ def test_a_run_starts_where_the_other_ended_and_comes_back_exactly(first, output
     assert curve(spec) == expected
     # The fixture has trained it.
     assert curve(spec_of(output, "sharded")) == approx(expected)
+
+
+def test_the_reference_is_the_model_with_the_adapter_that_the_run_began_with(first, output):
+    """The first loss of `dpo` is log 2 where the reference is the initial model."""
+    write_pairs(output / "pairs.jsonl")
+    for name, start in (("dpo", None), ("dpo-started", str(first[1].model / "adapter"))):
+        values = spec_of(output, name, init_from=start).model_dump()
+        values |= {"objective": {"type": "dpo"}, "data": {"source": str(output / "pairs.jsonl"), "sequence_length": 64}}
+        spec = RunSpec.model_validate(values)
+        train_spec(spec)
+        expected = curve(spec)
+        assert expected[0][1] == pytest.approx(math.log(2), rel=1e-5)
+        train_spec(spec, SAVED)
+        assert curve(spec) == expected
 
 
 @pytest.mark.parametrize("name", PISSA_RUNS)

@@ -23,6 +23,7 @@ from tasks.runtime.models.config import compute_dtype
 from tasks.runtime.models.media.media_inputs import with_model_inputs
 from tasks.runtime.objectives.objective import ObjectiveContext
 from tasks.runtime.process.ranks import Processes
+from tasks.runtime.run_folder.folder import RunFolder
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ def with_reference_log_probs(
         ValueError: a resumed run finds no file. Its model is not the reference model any more.
     """
     spec, data = context.spec, context.data
-    path = reference_file(spec, data.manifest.content_hash, context.base, split)
+    path = context.processes.on_main(lambda: reference_file(spec, data.manifest.content_hash, context.base, split))
     if not context.processes.on_main(path.is_file):
         if context.continues and split == "validation":
             raise ValueError(
@@ -90,12 +91,16 @@ def with_reference_log_probs(
 
 
 def reference_file(spec: RunSpec, content_hash: str, base: str, split: str = "train") -> Path:
-    """The file with log-probabilities of the model with fingerprint `base`, for this split and compute dtype."""
+    """The file with log-probabilities of the model with fingerprint `base`, for this split and compute dtype; with
+    `adapter.init_from`, also for the adapter that the run began with.
+    """
+    adapter = RunFolder.of(spec).initial_weights_ids.get("adapter.init_from")
+    initial = base if adapter is None else f"{base}-{adapter}"
     weights = str(compute_dtype(spec.model, spec.parallel)).removeprefix("torch.") + (
         "-nf4" if spec.is_quantized else "" if spec.training.float8 == "none" else f"-float8-{spec.training.float8}"
     )
     rows = "" if split == "train" else f"-{split}"
-    return Path(spec.output).absolute() / "reference" / f"{content_hash}-{base}-{weights}{rows}.safetensors"
+    return Path(spec.output).absolute() / "reference" / f"{content_hash}-{initial}-{weights}{rows}.safetensors"
 
 
 def score_rows(
