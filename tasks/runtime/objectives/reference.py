@@ -27,6 +27,8 @@ from tasks.runtime.run_folder.folder import RunFolder
 
 log = logging.getLogger(__name__)
 
+# Fields that name the model before training.
+_INITIAL_MODEL = ("model.name", "adapter.init_from")
 # Sums of log-probabilities for each answer of a batch, in order; the values after them are ignored: [D] or [D, 2].
 Score = Callable[[Batch], Tensor]
 
@@ -91,11 +93,11 @@ def with_reference_log_probs(
 
 
 def reference_file(spec: RunSpec, content_hash: str, base: str, split: str = "train") -> Path:
-    """The file with log-probabilities of the model with fingerprint `base`, for this split and compute dtype; with
-    `adapter.init_from`, also for the adapter that the run began with.
+    """The file with log-probabilities of the model with fingerprint `base`, and with the configuration and the adapter
+    that the run began with, for this split and compute dtype.
     """
-    adapter = RunFolder.of(spec).initial_weights_ids.get("adapter.init_from")
-    initial = base if adapter is None else f"{base}-{adapter}"
+    began_with = RunFolder.of(spec).initial_weights_ids
+    initial = "-".join([base, *(began_with[field] for field in _INITIAL_MODEL if field in began_with)])
     weights = str(compute_dtype(spec.model, spec.parallel)).removeprefix("torch.") + (
         "-nf4" if spec.is_quantized else "" if spec.training.float8 == "none" else f"-float8-{spec.training.float8}"
     )

@@ -13,6 +13,7 @@ from tasks.runtime.models.build import has_fused_loss, patch
 from tasks.runtime.objectives import build_objective
 from tasks.runtime.objectives.reference import reference_file, score_rows
 from tasks.runtime.process.ranks import Processes
+from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.warmup.plan import plan_kernels
 from tests.runtime.helpers.preference_pairs import PAIRS as ALL
 from tests.runtime.helpers.preference_pairs import write_pairs
@@ -133,6 +134,19 @@ def test_references_of_rounded_and_of_exact_weights_are_kept_apart(folder):
 
     assert (name(), name(quantization="nf4")) == ("data-base-float32.safetensors", "data-base-float32-nf4.safetensors")
     assert name(r=4) == name()
+
+
+def test_references_of_models_that_runs_began_with_are_kept_apart(tmp_path):
+    spec = make_spec(tmp_path, {"reference": "precomputed"}, model={"name": "some/model"}, adapter={"type": "lora"})
+    folder, names = RunFolder.of(spec), set()
+    folder.create()
+    for model, adapter in (("", ""), ("a-b", ""), ("a-c", ""), ("a-b", "d-e")):
+        ids = {"model.name": model, "adapter.init_from": adapter}
+        folder.write_initial_weights_ids({field: identity for field, identity in ids.items() if identity})
+        names.add(reference_file(spec, "data", "base").name)
+    assert len(names) == 4
+    # Of a run that began before these were noted.
+    assert "data-base-float32.safetensors" in names
 
 
 def test_the_reference_has_no_dropout_while_the_model_trains_with_it(folder, rows):
