@@ -39,7 +39,7 @@ def finish(spec: RunSpec, record: CompletionRecord, weights: FlyteDirectory, dat
     outputs = Exported(directory(done.folder.model), file(done.folder.report), file(done.folder.record))
     if not is_local():
         addresses = (str(output.remote_source) for output in outputs)
-        steps.note_outputs(done.folder, steps.Outputs(spec.hash(), done.recipe_hash, *addresses))
+        steps.note_outputs(done.folder, steps.Outputs(steps.spec_hash(spec), done.recipe_hash, *addresses))
     return outputs
 
 

@@ -117,7 +117,8 @@ async def finish(spec: RunSpec, record: CompletionRecord, weights: Dir, data: Di
         )
         if not is_local():
             addresses = (output.path for output in outputs)
-            finish_step.note_outputs(done.folder, finish_step.Outputs(spec.hash(), done.recipe_hash, *addresses))
+            noted = finish_step.Outputs(finish_step.spec_hash(spec), done.recipe_hash, *addresses)
+            finish_step.note_outputs(done.folder, noted)
         return outputs
 
 

@@ -5,6 +5,7 @@ One step, because both need the packages and the GPU that training needed, and a
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from pathlib import Path
@@ -56,13 +57,20 @@ def finish(spec: RunSpec, record: CompletionRecord, weights: Path, data: Path) -
 
 
 class Outputs(NamedTuple):
-    """Where the outputs of a run are stored, and the hashes of the spec and of the data that they are of."""
+    """Where the outputs of a run are stored, and the hashes of the spec (`spec_hash`) and of the data."""
 
     spec_hash: str
     recipe_hash: str
     model: str
     report: str
     record: str
+
+
+def spec_hash(spec: RunSpec) -> str:
+    """The hash of the spec, and of tasks of the evaluation in files that it names: with others, scores are others."""
+    files = [Path(task) for task in spec.evaluation.tasks if task.endswith((".yaml", ".yml"))]
+    contents = [file.read_bytes() for file in files if file.is_file()]
+    return hashlib.sha256(b"\n".join((spec.hash().encode(), *contents))).hexdigest() if contents else spec.hash()
 
 
 def note_outputs(folder: RunFolder, outputs: Outputs) -> None:
@@ -85,7 +93,7 @@ def stored_outputs(spec: RunSpec, recipe: DataRecipe) -> Outputs | None:
     except (OSError, ValueError, TypeError) as error:
         log.warning("%s cannot be read (%s); the outputs of the run are created again", note, error)
         return None
-    if outputs[:2] != (spec.hash(), recipe.hash()):
+    if outputs[:2] != (spec_hash(spec), recipe.hash()):
         return None
     if began_with := folder.initial_weights_ids:
         # Imported here: torch takes seconds, and most runs that plan have not finished.

@@ -247,6 +247,21 @@ def test_outputs_of_a_run_whose_code_has_changed_since_are_returned_with_a_warni
     assert "'own_focus_here:Focus': its code has changed since the last step of this run" in caplog.text
 
 
+def test_outputs_are_created_again_with_other_tasks_in_a_file_of_the_evaluation(tmp_path):
+    """Their scores were of the former ones."""
+    task = tmp_path / "opposites.yaml"
+    task.write_text("task: opposites\nnum_fewshot: 0\n")
+    evaluation = {"tasks": ["hellaswag", str(task)]}
+    spec = RunSpec.model_validate({"output": str(tmp_path / "out"), "evaluation": evaluation})
+    recipe, folder = DataRecipe.from_spec(spec), RunFolder.of(spec)
+    folder.create()
+    outputs = finish.steps.Outputs(finish.steps.spec_hash(spec), recipe.hash(), *3 * ["s3://runs"])
+    finish.steps.note_outputs(folder, outputs)
+    assert stored_outputs(spec, recipe) == outputs
+    task.write_text("task: opposites\nnum_fewshot: 2\n")
+    assert stored_outputs(spec, recipe) is None
+
+
 @pytest.mark.parametrize("text", ['{"spec_hash": "a', '{"model": "of other fields"}', "[]"])
 def test_a_note_of_outputs_that_cannot_be_read_is_none(spec, text, caplog):
     folder = RunFolder.of(spec)
