@@ -19,6 +19,8 @@ from tests.runtime.helpers.free_port import free_port
 from tests.runtime.helpers.train_forked import run_forked
 
 MICRO_BATCHES = 64
+# Of each of two processes.
+EACH = MICRO_BATCHES // 2
 STRATEGIES = (
     {"type": "ddp"},
     {"type": "fsdp"},
@@ -56,14 +58,14 @@ def error(exact, folder, *arguments, **changes):
     return float(differences.norm() / torch.stack([gradient.norm() for gradient in exact.values()]).norm())
 
 
-def check(folder, ports):
+def check(folder, exact, ports):
     """Raise AssertionError unless the sum in fp32 has less error under each strategy than one in bf16."""
-    exact, ports = exact_gradients(folder, 2 * MICRO_BATCHES), iter(ports)
+    ports = iter(ports)
 
     def observed(parallel, **training):
         # On the port of the last process group, a rank could still find its store.
         os.environ["MASTER_PORT"] = str(next(ports))
-        return error(exact, folder, parallel=parallel, **training)
+        return error(exact, folder, parallel=parallel, gradient_accumulation_steps=EACH, **training)
 
     rounded = observed({"type": "ddp"}, gradient_accumulation_dtype="bfloat16")
     for parallel in STRATEGIES:
@@ -73,5 +75,7 @@ def check(folder, ports):
 
 if __name__ == "__main__":
     import_everything()
-    free = [free_port() for _ in range(1 + len(STRATEGIES))]
-    sys.exit(run_forked(2, lambda: check(Path(sys.argv[1]), free)))
+    folder, free = Path(sys.argv[1]), [free_port() for _ in range(1 + len(STRATEGIES))]
+    # Once, for all processes.
+    exact = exact_gradients(folder)
+    sys.exit(run_forked(2, lambda: check(folder, exact, free)))
