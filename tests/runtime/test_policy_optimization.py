@@ -27,6 +27,7 @@ from tasks.runtime.run_folder.metrics_file import read_evaluations, read_points
 from tasks.runtime.warmup.plan import plan_kernels
 from tests.runtime.helpers import own_rewards
 from tests.runtime.helpers.comparable_runs import curve, file_of
+from tests.runtime.helpers.narrow_preset import narrow
 from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_forked import launch
 from tests.runtime.helpers.train_only import train_spec
@@ -37,7 +38,8 @@ WORDS = ("apple", "bread", "cheese", "dates", "eggs", "figs", "grapes", "honey",
 
 @pytest.fixture(scope="module")
 def output(output):
-    save_pretrained(output / "pretrained")
+    with narrow():
+        save_pretrained(output / "pretrained")
     rows = [{"prompt": f"{word} and {other}", "answer": word} for word in WORDS for other in WORDS[:3]]
     (output / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return output
