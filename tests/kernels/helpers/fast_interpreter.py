@@ -126,6 +126,12 @@ def tensor(self: core.tensor, handle: object, kind: core.dtype) -> None:
     self.shape, self.numel = kind.of_tensors if type(kind) is core.block_type else NO_SHAPE
 
 
+# Which divisions change no type.
+DIVIDED_EXACTLY = {"fp32", "fp64", "int32", "int64"}
+# What a number becomes beside a tensor that stays as it is, by the tensor's type.
+constants: dict[object, core.tensor] = {}
+
+
 def operands(
     self: semantic.TritonSemantic,
     lhs: object,
@@ -135,10 +141,31 @@ def operands(
     arithmetic_check: bool = True,
     div_or_mod: bool = False,
 ) -> tuple[object, object]:
-    """Tensors of one type and shape, other than pointers, are taken as they are; floats are divided in fp32."""
-    if type(lhs) is type(rhs) is core.tensor and lhs.type == rhs.type and not (div_or_mod or lhs.dtype.is_ptr()):
-        return lhs, rhs
-    return plain_operands(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+    """Numbers become the tensors that they became before. Tensors of one type of elements, and offsets that are added
+    to pointers, need no other type: only a shape. Floats of less than 32 bits are divided in fp32.
+    """
+    how = allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+    if type(lhs) is core.tensor:
+        if type(rhs) is core.tensor:
+            left, right = lhs.dtype, rhs.dtype
+            exact = not div_or_mod or left.name in DIVIDED_EXACTLY
+            if left.is_ptr() or right.is_ptr():
+                fits = (left.is_int() and allow_rhs_ptr) or (right.is_int() and allow_lhs_ptr)
+            else:
+                fits = exact and left.name == right.name
+            return self.broadcast_impl_value(lhs, rhs) if fits else plain_operands(self, lhs, rhs, *how)
+        if type(rhs) in (int, float):
+            # Zeros of both signs are equal.
+            key = lhs.type.name, type(rhs), rhs or str(rhs), allow_lhs_ptr, arithmetic_check, div_or_mod
+            if key not in constants:
+                same, constant = plain_operands(self, lhs, rhs, *how)
+                if same is not lhs:
+                    return same, constant
+                if len(constants) == 2000:
+                    constants.clear()
+                constants[key] = constant
+            return lhs, constants[key]
+    return plain_operands(self, lhs, rhs, *how)
 
 
 def broadcast(self: semantic.TritonSemantic, lhs: core.tensor, rhs: core.tensor) -> tuple[core.tensor, core.tensor]:
