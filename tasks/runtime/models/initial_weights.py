@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from transformers import AutoConfig
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from strata_platform.file_io import require_regular_files
@@ -34,7 +35,7 @@ _MODEL_FILES = CONFIG_NAME, SAFE_WEIGHTS_NAME
 _FILES = {"adapter.init_from": (adapter_folder.CONFIG, adapter_folder.WEIGHTS)}
 # Between the digests of weights and configuration.
 _AND = "-"
-# What saving the same model anew may change in its configuration.
+# What does not change the model, and saving it anew may change in its configuration.
 _UNREAD = frozenset(
     ("transformers_version", "peft_version", "dtype", "torch_dtype", "_name_or_path", "inference_mode", "use_cache")
 )
@@ -62,7 +63,11 @@ def require_initial_weights(spec: RunSpec, expected: Mapping[str, str]) -> None:
         if found is None or found == expected[field]:
             continue
         if Path(name).is_dir():
-            same_weights = found.partition(_AND)[0] == expected[field].partition(_AND)[0]
+            (before, *configs), (now, *others) = expected[field].split(_AND), found.split(_AND)
+            same_weights = now == before
+            # Either the file, or what transformers reads of it, is the same.
+            if same_weights and not {*configs}.isdisjoint(others):
+                continue
             config, _ = _FILES.get(field, _MODEL_FILES)
             raise ValueError(
                 f"{field} {name!r} has {f'another {config}' if same_weights else 'other weights'} than when this run "
@@ -72,7 +77,7 @@ def require_initial_weights(spec: RunSpec, expected: Mapping[str, str]) -> None:
 
 
 def _warn_of_commit(weights: NamedWeights, expected: str, found: str) -> None:
-    way_out = ""
+    way_out = None
     if not is_commit(expected):
         began, way_out = f"a local folder, which is gone, and the Hub has commit {found}", "restore the folder"
     else:
@@ -80,12 +85,12 @@ def _warn_of_commit(weights: NamedWeights, expected: str, found: str) -> None:
         if weights.revision_field is not None:
             way_out = f"set {weights.revision_field} to {expected}"
     log.warning(
-        "%s %r: this run began with %s. It reads the new commit for all that its checkpoints do not have. %sto train "
+        "%s %r: this run began with %s. It reads the new commit for all that its checkpoints do not have. %s "
         "with the new one from the first step, choose another name",
         weights.field,
         weights.name,
         began,
-        f"To read the first one, {way_out}; " if way_out else "",
+        f"To read the first one, {way_out}; to train" if way_out else "To train",
     )
 
 
@@ -134,8 +139,22 @@ def _digest(weights: NamedWeights) -> str | None:
         ) from error
     if not tensors and not config:
         return None
-    settings = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    return f"{digest.hexdigest()[:16]}{_AND}{settings.hexdigest()[:16]}"
+    settings = [json.dumps(each, sort_keys=True).encode() for each in (config, _as_read(folder, config))]
+    return _AND.join((digest.hexdigest()[:16], *(hashlib.sha256(each).hexdigest()[:16] for each in settings)))
+
+
+def _as_read(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A model's configuration as this version of transformers would save it, for which it may rename settings and add
+    defaults; that in the file if transformers cannot read it.
+    """
+    if "model_type" not in config:
+        return config
+    try:
+        found = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        return _without_unread(json.loads(found.to_json_string(use_diff=False)))
+    # Wrong settings cause errors of any type; those of the model are told when it is built.
+    except Exception:
+        return config
 
 
 def _without_unread(config: Mapping[str, Any]) -> dict[str, Any]:

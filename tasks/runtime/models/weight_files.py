@@ -27,8 +27,12 @@ def open_tensors(folder: Path, opened: ExitStack, file: str = SAFE_WEIGHTS_NAME)
         return dict.fromkeys(whole.keys(), whole)
     if not (index := folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
         return {}
-    places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    files = {name: open_file(name) for name in set(places.values())}
+    try:
+        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = set(places.values())
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index.name} has no weight_map of tensors and their files") from error
+    files = {name: open_file(name) for name in names}
     return {name: files[place] for name, place in places.items()}
 
 

@@ -9,7 +9,7 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from strata_platform.spec import RunSpec
 from tasks.runtime.models.initial_weights import initial_weights, require_initial_weights
@@ -157,6 +157,27 @@ def test_configurations_of_every_field_are_told_apart(field, tmp_path):
         require_initial_weights(spec, expected)
 
 
+def test_a_configuration_that_transformers_saves_in_another_form_is_the_same(tmp_path):
+    """As of a model of the Hub that is saved in other files: settings are renamed, and defaults are added."""
+    spec, file = RunSpec.model_validate({"model": {"name": str(tmp_path)}}), tmp_path / "config.json"
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 128}
+    file.write_text(json.dumps({"model_type": "llama", **sizes, "rope_theta": 5e5, "rope_scaling": None}))
+    expected = initial_weights(spec)
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    assert "rope_parameters" in json.loads(file.read_text()) and initial_weights(spec) != expected
+    require_initial_weights(spec, expected)
+    file.write_text(file.read_text().replace("500000.0", "10000.0"))
+    with pytest.raises(ValueError, match=r"model\.name '.*' has another config\.json than when this run began"):
+        require_initial_weights(spec, expected)
+
+
+@pytest.mark.parametrize("index", ["{}", "[]", '{"weight_map": []}'])
+def test_an_index_without_a_map_is_told(index, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match=r"model\.name '.*' cannot be read: .*index\.json has no weight_map"):
+        initial_weights(RunSpec.model_validate({"model": {"name": str(tmp_path)}}))
+
+
 def test_of_random_weights_the_configuration_is_compared(tmp_path):
     assert initial_weights(RunSpec()) == {}
     spec = RunSpec.model_validate({"model": {"name": str(tmp_path), "init": "random"}})
@@ -245,6 +266,7 @@ def test_a_branch_of_every_field_is_told_from_where_it_was(hub, tmp_path, caplog
     require_initial_weights(spec, folder.initial_weights_ids)
     said = f"{field} 'acme/model': this run began with commit {A} of the Hub, which has {B} now."
     assert said in caplog.text and (f"set {pinned} to {A}; to train" in caplog.text) == bool(pinned)
+    assert pinned or "do not have. To train with the new one" in caplog.text
     if pinned:
         section, _, name = pinned.partition(".")
         for commit in (A, B):
