@@ -142,8 +142,8 @@ def _sources(module: str) -> dict[str, Path]:
     left = [module]
     while left:
         name = left.pop()
-        file = _file_of(name)
-        if name in found or file is None or not _is_sibling(name, module):
+        # Others are not looked for: that would import the packages above them.
+        if name in found or not _is_sibling(name, module) or (file := _file_of(name)) is None:
             continue
         found[name] = file
         package = name if file.name == "__init__.py" else name.rpartition(".")[0]
@@ -154,11 +154,15 @@ def _sources(module: str) -> dict[str, Path]:
 
 
 def _file_of(name: str) -> Path | None:
-    module = sys.modules.get(name)
+    module, above = sys.modules.get(name), name.rpartition(".")[0]
+    package = _file_of(above) if module is None and above else None
+    if package is not None and package.name != "__init__.py":
+        # A class in `from module import Class`. `find_spec` would import the module to find out.
+        return None
     try:
         origin = getattr(module, "__file__", None) if module else getattr(find_spec(name), "origin", None)
-    # A name that is no module, such as that of a class in `from module import Class`.
-    except (ImportError, ValueError, AttributeError):
+    # A name that is no module, or one in a package whose own code, which runs here, raises any error.
+    except Exception:
         return None
     return Path(origin) if origin and origin.endswith(".py") else None
 
@@ -183,7 +187,12 @@ def _root(top: str) -> Path | None:
 def _imports(file: Path, package: str) -> list[str]:
     """Names of what a file imports; some may be names of classes and functions."""
     names: list[str] = []
-    for node in ast.walk(ast.parse(file.read_bytes())):
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        # Who imports it gets an error that says where.
+        return names
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -6,6 +6,7 @@ from fractions import Fraction
 import pytest
 
 from strata_platform.spec import RunSpec
+from tasks.runtime.extensions import import_object
 from tasks.runtime.extensions.import_object import code_digest, digest_by_name
 from tasks.runtime.extensions.own_code import objective_code, warn_of_changed_code
 
@@ -15,10 +16,14 @@ PROMPTS = {"source": "acme/prompts", "sequence_length": 512}
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
+    tmp_path = tmp_path / "own"
+    tmp_path.mkdir()
     (tmp_path / "own_rewards_here.py").write_text("import own_helper_here\ndef short(completions):\n    return [0.0]\n")
     (tmp_path / "own_helper_here.py").write_text("LONG = 9\n")
     monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
+    import_object._sources.cache_clear()
+    yield tmp_path
+    import_object._sources.cache_clear()
 
 
 def test_a_changed_reward_function_is_told(folder, caplog):
@@ -34,6 +39,25 @@ def test_a_changed_reward_function_is_told(folder, caplog):
     assert "'own_rewards_here:short': its code has changed since the last step of this run" in caplog.text
     assert "choose another name" in caplog.text
     assert "own_rewards_here" not in sys.modules
+
+
+@pytest.mark.parametrize("helper", ["raise RuntimeError('needs a GPU')", "a syntax error"])
+def test_neither_it_nor_what_it_imports_runs_for_a_digest(folder, helper):
+    """Its own process imports it, and tells what fails."""
+    library = folder.parent / "library"
+    library.mkdir()
+    (library / "their_library_here.py").write_text("raise RuntimeError('needs another GPU')\n")
+    sys.path.append(str(library))
+    file = folder / "own_rewards_here.py"
+    file.write_text("from their_library_here import score\nfrom own_helper_here import LONG\n")
+    (folder / "own_helper_here.py").write_text(f"{helper}\n")
+    try:
+        before = digest_by_name("own_rewards_here:short", "strata.objectives")
+        (folder / "own_helper_here.py").write_text(f"{helper} # edited\n")
+        assert digest_by_name("own_rewards_here:short", "strata.objectives") != before
+    finally:
+        sys.path.remove(str(library))
+    assert not {"own_rewards_here", "own_helper_here", "their_library_here"} & {*sys.modules}
 
 
 def test_a_class_has_the_same_digest_by_its_name():
