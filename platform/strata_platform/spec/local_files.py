@@ -12,6 +12,7 @@ from pathlib import Path
 
 from strata_platform.errors import Place, Problem, SpecError
 from strata_platform.file_io import require_regular_file
+from strata_platform.run_layout import RunLayout
 from strata_platform.spec.describe import closest_match, format_value
 from strata_platform.spec.named_weights import named_weights
 from strata_platform.spec.run_spec import RunSpec
@@ -57,6 +58,9 @@ def _problems(spec: RunSpec) -> Iterator[Problem]:
             yield from _missing_file(f"evaluation.tasks[{index}]", task)
     folders: dict[str, str | None] = {"model.name": spec.model.name, "model.tokenizer": spec.model.tokenizer}
     folders |= {weights.field: weights.name for weights in named_weights(spec)}
+    if _may_continue(spec):
+        # The first start alone reads it.
+        folders.pop("adapter.init_from", None)
     for field, folder in folders.items():
         if folder is not None and folder.startswith(_PATH_BEGINNINGS) and not os.path.isdir(folder):
             yield _missing(field, folder, "there is no such folder on this machine")
@@ -101,6 +105,12 @@ def _missing_file(field: str, name: str) -> Iterator[Problem]:
         yield _missing(field, name, "there is no such file on this machine")
     except OSError as error:
         yield Problem(field, f"cannot be read: {error.strerror}", format_value(name, _WIDTH))
+
+
+def _may_continue(spec: RunSpec) -> bool:
+    """Whether the run may have a checkpoint to continue with."""
+    checkpoints = RunLayout(Path(spec.output, spec.name)).checkpoints
+    return spec.checkpoint.url is not None or any(checkpoints.glob("*"))
 
 
 def _missing(field: str, name: str, message: str) -> Problem:

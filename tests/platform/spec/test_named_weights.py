@@ -26,6 +26,18 @@ def test_a_folder_of_weights_that_is_not_here_is_told(field):
     assert [problem.path for problem in error.value.problems] == [field]
 
 
+def test_a_run_that_has_begun_needs_the_adapter_of_its_first_start_no_more(tmp_path):
+    values = {"name": "x", "output": str(tmp_path), **SPECS["adapter.init_from"]}
+    spec = RunSpec.model_validate(values)
+    (tmp_path / "x" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(SpecError, match=r"adapter\.init_from"):
+        require_local_files(spec)
+    # The store may have a checkpoint.
+    require_local_files(RunSpec.model_validate({**values, "checkpoint": {"url": "s3://bucket/runs"}}))
+    (tmp_path / "x" / "checkpoints" / "checkpoint-1").mkdir()
+    require_local_files(spec)
+
+
 def test_a_preset_has_no_named_weights_and_a_configuration_alone_has_random_ones():
     assert not list(named_weights(RunSpec()))
     [found] = named_weights(RunSpec.model_validate({"model": {"name": "acme/model", "init": "random"}}))
