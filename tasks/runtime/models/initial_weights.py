@@ -39,6 +39,8 @@ _AND = "-"
 _UNREAD = frozenset(
     ("transformers_version", "peft_version", "dtype", "torch_dtype", "_name_or_path", "inference_mode", "use_cache")
 )
+# Sets, which PEFT writes in another order each time.
+_SETS = frozenset(("target_modules", "exclude_modules", "modules_to_save"))
 
 
 def initial_weights(spec: RunSpec) -> dict[str, str]:
@@ -159,8 +161,9 @@ def _as_read(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _without_unread(config: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration, and those within it, without what does not change the model."""
-    return {
+    found = {
         key: _without_unread(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
         if key not in _UNREAD
     }
+    return found | {key: sorted(found[key], key=str) for key in _SETS & found.keys() if isinstance(found[key], list)}

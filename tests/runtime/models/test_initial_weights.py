@@ -171,6 +171,18 @@ def test_a_configuration_that_transformers_saves_in_another_form_is_the_same(tmp
         require_initial_weights(spec, expected)
 
 
+def test_modules_of_an_adapter_are_in_any_order(tmp_path):
+    """PEFT keeps them in a set, so that an adapter that is exported again has another order."""
+    spec = RunSpec.model_validate({
+        "model": {"name": str(tmp_path / "gone")}, "adapter": {"type": "lora", "init_from": str(tmp_path)},
+    })  # fmt: skip
+    found = []
+    for modules in (["q_proj", "v_proj"], ["v_proj", "q_proj"], ["q_proj"], "all-linear"):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8, "target_modules": modules}))
+        found.append(initial_weights(spec)["adapter.init_from"])
+    assert found[0] == found[1] and len({*found}) == 3
+
+
 @pytest.mark.parametrize("index", ["{}", "[]", '{"weight_map": []}'])
 def test_an_index_without_a_map_is_told(index, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(index)
