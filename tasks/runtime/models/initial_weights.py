@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi
 from safetensors import SafetensorError
 from transformers import AutoConfig
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -24,7 +25,7 @@ from strata_platform.file_io import require_regular_files
 from strata_platform.model_config import read_config_file
 from strata_platform.spec import RunSpec
 from strata_platform.spec.named_weights import NamedWeights, named_weights
-from tasks.runtime.data.reading.sources import is_commit
+from tasks.runtime.data.reading.sources import COMMIT_TIMEOUT, is_commit
 from tasks.runtime.models.adapters import adapter_folder
 from tasks.runtime.models.weight_files import open_tensors, some_values
 
@@ -37,8 +38,11 @@ _FILES = {"adapter.init_from": (adapter_folder.CONFIG, adapter_folder.WEIGHTS)}
 _AND = "-"
 # What does not change the model, and saving it anew may change in its configuration.
 _UNREAD = frozenset(
-    ("transformers_version", "peft_version", "dtype", "torch_dtype", "_name_or_path", "inference_mode", "use_cache")
-)
+    (
+        "transformers_version", "peft_version", "dtype", "torch_dtype", "_name_or_path", "base_model_name_or_path",
+        "inference_mode", "use_cache",
+    )
+)  # fmt: skip
 # Sets, which PEFT writes in another order each time.
 _SETS = frozenset(("target_modules", "exclude_modules", "modules_to_save"))
 
@@ -101,15 +105,18 @@ def _identity(weights: NamedWeights) -> str | None:
 
 
 def _commit(weights: NamedWeights) -> str | None:
-    """The commit that the revision means on the Hub now; offline, in the cache."""
+    """The commit that the revision means on the Hub now; if the Hub does not answer, in the cache."""
     if weights.revision is not None and is_commit(weights.revision):
         return weights.revision
-    config, _ = _FILES.get(weights.field, _MODEL_FILES)
     try:
-        file = cached_file(weights.name, config, revision=weights.revision)
+        return HfApi().model_info(weights.name, revision=weights.revision, timeout=COMMIT_TIMEOUT).sha
     # The client's errors have no common base class.
     except Exception as error:
-        log.info("the commit of %s %r is unknown: %s", weights.field, weights.name, error)
+        log.info("the Hub does not tell the commit of %s %r: %s", weights.field, weights.name, error)
+    config, _ = _FILES.get(weights.field, _MODEL_FILES)
+    try:
+        file = cached_file(weights.name, config, revision=weights.revision, local_files_only=True)
+    except (OSError, ValueError):
         return None
     # The cache has a folder for each commit.
     commit = Path(file).parent.name

@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import shutil
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -297,6 +298,19 @@ def test_an_adapter_goes_on_with_the_commit_of_its_frozen_weights(hub, tmp_path,
     pinned = hub_spec(tmp_path, "lora", revision=A)
     train_spec(pinned)
     assert curve(pinned) == expected
+
+
+@pytest.mark.parametrize(("answers", "commit"), [(True, B), (False, A)])
+def test_the_hub_tells_the_commit_or_the_cache_if_it_does_not_answer(hub, tmp_path, monkeypatch, answers, commit):
+    def info(hub, name, revision, timeout):
+        # Without a time limit, a start would wait for a Hub that accepts connections and never answers.
+        assert (name, revision) == ("acme/model", None) and timeout <= 60
+        if not answers:
+            raise TimeoutError
+        return SimpleNamespace(sha=B)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", info)
+    assert initial_weights(hub_spec(tmp_path, "none")) == {"model.name": commit}
 
 
 def test_offline_the_cache_tells_the_commit(hub, tmp_path):

@@ -47,12 +47,14 @@ def hub(monkeypatch, tmp_path):
     def serve(status, commit=""):
         class Hub(BaseHTTPRequestHandler):
             def do_GET(self):
+                about = json.dumps({"id": "acme/model", "sha": commit}) if "/api/models/" in self.path else ""
                 self.send_response(status)
-                self.send_header("Content-Length", "0")
+                self.send_header("Content-Length", str(len(about)))
                 self.send_header("X-Repo-Commit", commit)
                 self.send_header("ETag", '"of-nothing"')
                 self.send_header("X-Error-Code", {404: "RepoNotFound", 403: "GatedRepo"}.get(status, ""))
                 self.end_headers()
+                self.wfile.write(about.encode() if self.command == "GET" else b"")
 
             do_HEAD = do_POST = do_GET
 
@@ -137,6 +139,7 @@ def test_the_commit_of_a_model_is_the_hubs_and_without_an_answer_that_of_the_cac
     for commit in ("a" * 40, "b" * 40):
         hub(200, commit)
         assert initial_weights(SPEC) == {"model.name": commit}
+    huggingface_hub.hf_hub_download(SPEC.model.name, "config.json")
     hub(503)
     assert initial_weights(SPEC) == {"model.name": commit}
 

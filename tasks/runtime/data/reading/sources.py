@@ -43,7 +43,7 @@ from tasks.runtime.process.object_store_url import url_to_fs
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 _COMMIT = re.compile(r"^[0-9a-f]{40}$")
 # Seconds that the Hub has to name a commit; its client would wait forever.
-_COMMIT_TIMEOUT = 30.0
+COMMIT_TIMEOUT = 30.0
 # In a folder of rows with columns, files that describe them.
 _DOCUMENTATION = (".md", ".rst")
 # fsspec's names for metadata that changes with a file's content; each file system has others.
@@ -241,7 +241,7 @@ class HubDataset:
         if self.revision is not None and is_commit(self.revision):
             return self.revision
         try:
-            return HfApi().dataset_info(self.name, revision=self.revision, timeout=_COMMIT_TIMEOUT).sha
+            return HfApi().dataset_info(self.name, revision=self.revision, timeout=COMMIT_TIMEOUT).sha
         # The client's errors have no common base class.
         except Exception as error:
             warnings.warn(

@@ -616,7 +616,7 @@ def test_a_hub_that_is_away_is_warned_of_whatever_its_client_raises(monkeypatch:
 def test_a_commit_is_not_waited_for_where_a_hub_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import HfApi, constants
 
-    monkeypatch.setattr(sources, "_COMMIT_TIMEOUT", 0.05)
+    monkeypatch.setattr(sources, "COMMIT_TIMEOUT", 0.05)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     # The kernel accepts the connection, and nobody reads from it.
     with socket.create_server(("127.0.0.1", 0)) as silent:
