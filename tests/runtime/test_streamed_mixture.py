@@ -121,7 +121,8 @@ def test_a_streamed_mixture_of_two_ranks_continues_after_a_kill_with_the_rows_of
         os.kill(process, signal.SIGKILL)
     killed.communicate(timeout=600)
     done, parts = parts_done(tmp_path / "streamed")
-    assert done == FIRST < parts - 20
+    # Training may be at step 4 before the last of the first parts is prepared.
+    assert 0 < done <= FIRST < parts - 20
     (tmp_path / "streamed" / "go").touch()
     said = ended(start(spec))
     assert "continuing after step" in said and "parts are prepared already" in said
