@@ -20,7 +20,7 @@ from tasks.runtime.data.context_shards import shard_collate
 from tasks.runtime.data.dataset import Batch, PreparedData, Row
 from tasks.runtime.data.mixture import RowOrder
 from tasks.runtime.data.prompts import AnswerRows
-from tasks.runtime.data.row_order import row_order
+from tasks.runtime.data.row_order import ALL_SEED_BITS, row_order
 from tasks.runtime.process.cpus import available_cpus
 from tasks.runtime.process.ranks import Processes
 
@@ -108,10 +108,12 @@ def training_loader(
     start: int,
     stop: int,
     data_skips: Sequence[DataSkip] = (),
+    seed_bits: int = ALL_SEED_BITS,
     workers: int | None = None,
 ) -> TimedDataLoader:
     """Loader of this rank's micro-batches in order, `training.gradient_accumulation_steps` per step.
 
+    seed_bits: `seed_bits_of` the run; by default those of a new one.
     workers: processes that make batches ahead; by default some if images or audio are decoded for a GPU, else none.
     """
     rows = data.train
@@ -119,7 +121,7 @@ def training_loader(
         # A CPU that trains has none to spare.
         decodes_media = data.manifest.has_media and processes.device.type == "cuda"
         workers = min(_MAX_WORKERS, available_cpus() // spec.topology.nproc_per_node - 1) if decodes_media else 0
-    order = row_order(data.manifest, rows, spec.data, spec.seed)
+    order = row_order(data.manifest, rows, spec.data, spec.seed, seed_bits=seed_bits)
     dataset: Dataset[Row] = rows
     if isinstance(spec.objective, Grpo):
         # Several rows of a step are one prompt.

@@ -7,8 +7,10 @@ at a time. So a run reads only these at a time, and can begin before the others 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from strata_platform.spec.sections.data import Data
@@ -16,6 +18,15 @@ from tasks.runtime.data.dataset import RowDataset
 from tasks.runtime.data.mixture import MixedRows, RowOrder, draw_of
 from tasks.runtime.data.prepared_manifest import Manifest
 from tasks.runtime.data.shards import Shards
+
+SEED_BITS = "seed_bits"
+"""Key, in a checkpoint's metadata, of the bits of the seed that its run's order of rows depends on."""
+
+FIRST_SEED_BITS = 8
+"""How many those were before checkpoints had `SEED_BITS`: of the seed of a source, 8 of 64."""
+
+ALL_SEED_BITS = 64
+"""How many they are in a new run."""
 
 
 class ShuffledRows:
@@ -93,26 +104,40 @@ class WindowShuffledRows:
         return found[_permutation(found.numel(), self._seed, (epoch << 20) + number + (1 << 44))]
 
 
-def row_order(manifest: Manifest, rows: RowDataset, data: Data, seed: int) -> RowOrder:
-    """The order in which training reads the rows of the training split."""
+def seed_bits_of(metadata: Mapping[str, Any]) -> int:
+    """The bits of the seed that a run's order of rows depends on, by its checkpoint's metadata; {} for a new run."""
+    bits: int = metadata.get(SEED_BITS, FIRST_SEED_BITS) if metadata else ALL_SEED_BITS
+    return bits
+
+
+def row_order(
+    manifest: Manifest, rows: RowDataset, data: Data, seed: int, *, seed_bits: int = ALL_SEED_BITS
+) -> RowOrder:
+    """The order in which training reads the rows of the training split. seed_bits: `seed_bits_of` the run."""
     first, shards = zip(*rows.by_source(manifest), strict=True)
     orders: Sequence[RowOrder]
     if data.shuffle == "window":
-        orders = [WindowShuffledRows(one, data.window, _seed(seed, number)) for number, one in enumerate(shards)]
+        seeds = (_seed(seed, number, seed_bits) for number in range(len(shards)))
+        orders = [WindowShuffledRows(one, data.window, own) for one, own in zip(shards, seeds, strict=True)]
     else:
-        orders = shuffled_sources(manifest, seed)
+        orders = shuffled_sources(manifest, seed, seed_bits=seed_bits)
     return orders[0] if len(orders) == 1 else MixedRows(draw_of(manifest, data.weights), orders, first)
 
 
-def shuffled_sources(manifest: Manifest, seed: int) -> list[ShuffledRows]:
+def shuffled_sources(manifest: Manifest, seed: int, *, seed_bits: int = ALL_SEED_BITS) -> list[ShuffledRows]:
     """The stream of row indices of each source that is trained on, with `data.shuffle: global`."""
-    return [ShuffledRows(source.train.rows, _seed(seed, number)) for number, source in enumerate(manifest.trained)]
+    seeds = (_seed(seed, number, seed_bits) for number in range(len(manifest.trained)))
+    return [ShuffledRows(source.train.rows, own) for source, own in zip(manifest.trained, seeds, strict=True)]
 
 
-def _seed(seed: int, number: int) -> int:
-    """A seed of its own for each source, beyond those that a spec can have."""
-    return seed + (number << 32)
+def _seed(seed: int, number: int, bits: int) -> int:
+    """A seed of its own for each source, beyond those that a spec can have; its low `bits`."""
+    return (seed + (number << 32)) % (1 << bits)
 
 
 def _permutation(count: int, seed: int, number: int) -> torch.Tensor:
-    return torch.randperm(count, generator=torch.Generator().manual_seed((seed << 24) + number))
+    combined = (seed << 24) + number
+    if seed >> FIRST_SEED_BITS:
+        # PyTorch's generator on the CPU takes the low 32 bits of a seed, so a larger one is hashed to as many.
+        combined = int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
+    return torch.randperm(count, generator=torch.Generator().manual_seed(combined))

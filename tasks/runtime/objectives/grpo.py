@@ -25,7 +25,7 @@ from strata_platform.spec.sections.objectives import Grpo as Settings
 from tasks.runtime.data import PreparedData
 from tasks.runtime.data.dataset import Batch
 from tasks.runtime.data.prompts import AnswerRows, Prompt, prompts_of, replacement_of
-from tasks.runtime.data.row_order import row_order
+from tasks.runtime.data.row_order import row_order, seed_bits_of
 from tasks.runtime.generation.remote_engine import RemoteGenerator
 from tasks.runtime.models.adapters.lora import base_fingerprint, without_adapter
 from tasks.runtime.models.attention.varlen_attention import has_varlen_attention, set_varlen_attention
@@ -87,7 +87,8 @@ class Grpo:
             self._while_training,
         )
         if settings.generate_ahead or settings.replacement_rounds:
-            order = row_order(data.manifest, data.train, self._spec.data, self._spec.seed)
+            seed_bits = seed_bits_of(context.metadata)
+            order = row_order(data.manifest, data.train, self._spec.data, self._spec.seed, seed_bits=seed_bits)
             self._rows = AnswerRows(data.train, order, settings.group_size)
         return data
 

@@ -80,6 +80,8 @@ class Job:
     """
     set_random_states: Callable[[], None]
     """Sets the random states of the next step."""
+    seed_bits: int
+    """`row_order.seed_bits_of` the run."""
     early_stopping: EarlyStopping
     time_limit: TimeLimit
     evaluator: TrainingEvaluator | None
@@ -132,6 +134,7 @@ class Job:
             start=self.start,
             stop=self.steps,
             data_skips=self.guard.data_skips,
+            seed_bits=self.seed_bits,
         )
         loader.on_wait = self.recorder.add_data_wait
         return loader

@@ -22,6 +22,7 @@ from tasks.runtime.checkpoint.state import dtypes_of, load_model, load_optimizer
 from tasks.runtime.checkpoint.storage import Index
 from tasks.runtime.checkpoint.writer import CheckpointWriter
 from tasks.runtime.data import PreparedData
+from tasks.runtime.data.row_order import SEED_BITS, seed_bits_of
 from tasks.runtime.evaluation.during_training import TrainingEvaluator
 from tasks.runtime.extensions.callback_runner import CallbackRunner
 from tasks.runtime.extensions.own_code import CODE, objective_code
@@ -247,6 +248,7 @@ def build_job(
             **({AVERAGED_BY: run.spec.optimizer.betas[0]} if run.spec.optimizer.type == "schedule_free" else {}),
             **float8,
             CODE: objective_code(run.spec.objective),
+            SEED_BITS: seed_bits_of(metadata),
             **objective.metadata(),
         },
     )
@@ -296,6 +298,7 @@ def build_job(
         callbacks=callbacks,
         gradient_sums=sums,
         set_random_states=load(resume_from),
+        seed_bits=seed_bits_of(metadata),
     )
 
 
