@@ -1,6 +1,7 @@
 """A run that an earlier version has begun goes on as it began."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -9,10 +10,23 @@ from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
 from tasks.runtime.data import row_order
 from tasks.runtime.run_folder.folder import RunFolder
+from tasks.runtime.training.resume_point import PEAK_LR
 from tests.runtime.helpers.comparable_runs import SAVED, STEPS, curve, make_spec
+from tests.runtime.helpers.pretrained_folder import save_pretrained
 from tests.runtime.helpers.train_only import forget, train_spec
 
 pytestmark = pytest.mark.usefixtures("narrowed")
+
+
+def leave_what_an_earlier_version_wrote(spec, *keys):
+    """The first checkpoint, without `keys` of its metadata."""
+    forget(spec, SAVED)
+    file = RunFolder.of(spec).checkpoints / f"checkpoint-{SAVED}" / "manifest.json"
+    written = json.loads(file.read_text())
+    # The earliest ones have no checksum either.
+    for name in (*keys, "seal"):
+        written.pop(name)
+    file.write_text(json.dumps(written))
 
 
 def permutation_before(count, seed, number):
@@ -26,13 +40,7 @@ def test_a_begun_run_keeps_its_order_of_rows(tmp_path, monkeypatch):
         earlier.setattr(row_order, "_permutation", permutation_before)
         train_spec(spec)
     before = curve(spec)
-    forget(spec, SAVED)
-    # As that version wrote it, which also knew of no checksum.
-    file = RunFolder.of(spec).checkpoints / f"checkpoint-{SAVED}" / "manifest.json"
-    written = json.loads(file.read_text())
-    for name in (row_order.SEED_BITS, "seal"):
-        written.pop(name, None)
-    file.write_text(json.dumps(written))
+    leave_what_an_earlier_version_wrote(spec, row_order.SEED_BITS)
     train_spec(spec)
     assert curve(spec) == before
     # So does its next attempt.
@@ -42,3 +50,26 @@ def test_a_begun_run_keeps_its_order_of_rows(tmp_path, monkeypatch):
     new = RunSpec.model_validate({**spec.model_dump(), "name": "new"})
     train_spec(new)
     assert [loss for _, loss, *_ in curve(new)] != [loss for _, loss, *_ in before]
+
+
+@pytest.mark.parametrize("framework", ["torch", "hf", "lightning"])
+def test_a_begun_run_keeps_its_default_learning_rate(tmp_path, framework):
+    """Adafactor's was 1e-2 for pretrained weights."""
+    model = {"name": str(save_pretrained(tmp_path / "pretrained"))}
+    values = make_spec(tmp_path, "rate", framework, "single", 1).model_dump() | {"model": model}
+    asked = RunSpec.model_validate({**values, "name": "asked", "optimizer": {"type": "adafactor", "lr": 1e-2}})
+    train_spec(asked)
+    spec = RunSpec.model_validate({**values, "optimizer": {"type": "adafactor"}})
+    train_spec(spec)
+    rates = [rate for *_, rate, _, _ in curve(spec)]
+    assert [rate for *_, rate, _, _ in curve(asked)] == pytest.approx([10 * rate for rate in rates])
+    # The checkpoint of a run that began with the earlier default.
+    shutil.rmtree(RunFolder.of(spec).checkpoints)
+    shutil.copytree(RunFolder.of(asked).checkpoints, RunFolder.of(spec).checkpoints)
+    leave_what_an_earlier_version_wrote(spec, PEAK_LR)
+    train_spec(spec)
+    assert curve(spec)[SAVED:] == curve(asked)[SAVED:]
+    # So does a run whose rate is noted.
+    forget(spec, SAVED)
+    train_spec(spec)
+    assert curve(spec)[SAVED:] == curve(asked)[SAVED:]

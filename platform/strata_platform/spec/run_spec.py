@@ -333,14 +333,16 @@ class RunSpec(Section):
 
         A twentieth of that for preference objectives and GRPO, which learn small differences between answers. For Lion
         a tenth, because each of its updates has the size of AdamW's largest. Adafactor's rates are relative to the
-        weights: 1e-2, as in PyTorch, and 5e-2 for adapters, whose second matrices begin at 0: a size below 1e-3 counts
-        as 1e-3.
+        weights: 1e-2 from scratch, as in PyTorch, 1e-3 for pretrained weights, and 5e-2 for adapters, whose second
+        matrices begin at 0: a size below 1e-3 counts as 1e-3.
         """
         if self.optimizer.lr is not None:
             return self.optimizer.lr
         scale = 0.05 if self.objective.type in (*PREFERENCES, *PROMPTED) else 1.0
         if self.optimizer.type == "adafactor":
-            return (1e-2 if self.adapter.type == "none" else 5e-2) * scale
+            if self.adapter.type != "none":
+                return 5e-2 * scale
+            return (1e-2 if self.model.from_scratch else 1e-3) * scale
         if self.optimizer.type == "lion":
             scale *= 0.1
         if self.adapter.type != "none":

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
 from tasks.runtime.data import PreparedData
 from tasks.runtime.extensions.own_code import CODE, warn_of_changed_code
@@ -18,6 +19,9 @@ from tasks.runtime.training.early_stopping import stopped_early
 from tasks.runtime.training.session import Session
 
 log = logging.getLogger(__name__)
+
+PEAK_LR = "peak_lr"
+"""Key, in a checkpoint's metadata, of the peak learning rate of its run."""
 
 
 def find_resume_point(run: Session, data: PreparedData, steps: int) -> tuple[Path | None, CompletionRecord | None]:
@@ -66,6 +70,19 @@ def find_resume_point(run: Session, data: PreparedData, steps: int) -> tuple[Pat
             run.uploader.enqueue_pending(latest)
     run.folder.record.unlink(missing_ok=True)
     return latest, None
+
+
+def with_rate_of_begun_run(spec: RunSpec, metadata: Mapping[str, Any]) -> RunSpec:
+    """`spec` with the learning rate that its run began with, by its checkpoint's metadata; {} for a new run.
+
+    A run without `optimizer.lr` keeps the default that it began with.
+    """
+    if not metadata or spec.optimizer.lr is not None:
+        return spec
+    # Checkpoints of earlier versions lack it. Since then, one default has become a tenth of what it was.
+    lowered = spec.optimizer.type == "adafactor" and spec.adapter.type == "none" and not spec.model.from_scratch
+    rate = metadata.get(PEAK_LR, spec.peak_lr * 10 if lowered else spec.peak_lr)
+    return spec.model_copy(update={"optimizer": spec.optimizer.model_copy(update={"lr": rate})})
 
 
 def is_over(run: Session, latest: Path | None, steps: int) -> bool:

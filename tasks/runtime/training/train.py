@@ -72,7 +72,13 @@ from tasks.runtime.training.cuda_graphs import with_cuda_graphs
 from tasks.runtime.training.early_stopping import EarlyStopping
 from tasks.runtime.training.frameworks import load_framework
 from tasks.runtime.training.job import Framework, Job
-from tasks.runtime.training.resume_point import find_resume_point, is_over, same_rank_layout
+from tasks.runtime.training.resume_point import (
+    PEAK_LR,
+    find_resume_point,
+    is_over,
+    same_rank_layout,
+    with_rate_of_begun_run,
+)
 from tasks.runtime.training.run_summary import log_sources, log_summary
 from tasks.runtime.training.session import Session
 from tasks.runtime.training.step_guard import StepGuard
@@ -214,6 +220,7 @@ def build_job(
     objective = with_cuda_graphs(step, run.spec, run.processes, sums)
     set_dtypes(model, run.processes.on_main(lambda: dtypes_of(model)))
     metadata = checkpoint.metadata_of(resume_from) if resume_from else {}
+    spec = with_rate_of_begun_run(run.spec, metadata)
     dtype = compute_dtype(run.spec.model, run.spec.parallel)
     float8 = keep_slow_layers(model, run.spec, run.processes, dtype, metadata)
     quantize_frozen_weights(model, run.spec, run.processes.device)
@@ -222,7 +229,7 @@ def build_job(
     whole = strategy.whole_model(model) if generates(run.spec.objective) else None
     generator = None if whole is None else start_engine(run.spec, whole, data, run.processes)
     wrapped = strategy.wrap(model, weights_loaded_later=resume_from is not None and run.spec.adapter.type == "none")
-    wrapped, optimizer = strategy.attach_optimizer(wrapped, build_optimizer(model, run.spec))
+    wrapped, optimizer = strategy.attach_optimizer(wrapped, build_optimizer(model, spec))
     if sums is not None:
         sums.attach(model.parameters())
     continues = resume_from is not None
@@ -249,6 +256,7 @@ def build_job(
             **float8,
             CODE: objective_code(run.spec.objective),
             SEED_BITS: seed_bits_of(metadata),
+            PEAK_LR: spec.peak_lr,
             **objective.metadata(),
         },
     )
@@ -275,7 +283,7 @@ def build_job(
             varlen=step.varlen,
         )
     return Job(
-        spec=run.spec,
+        spec=spec,
         processes=run.processes,
         unwrapped_model=model,
         model=wrapped,

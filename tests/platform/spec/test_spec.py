@@ -42,6 +42,8 @@ def test_the_peak_learning_rate_is_that_of_the_kind_of_model():
         assert RunSpec(**given, adapter={"type": "lora"}).peak_lr == pytest.approx(1e-5)
     assert RunSpec(optimizer={"type": "lion"}).peak_lr == pytest.approx(2e-4)
     assert RunSpec(optimizer={"type": "adafactor"}).peak_lr == 1e-2
+    # Of each weight's size in a step: at 1e-2, a pretrained model forgets what it knows.
+    assert RunSpec(model={"name": "Qwen/Qwen3-0.6B"}, optimizer={"type": "adafactor"}).peak_lr == 1e-3
     adapter = {"model": {"name": "Qwen/Qwen3-0.6B"}, "adapter": {"type": "lora"}}
     # The second matrices begin at 0, and learn a thousandth of the rate at first.
     assert RunSpec(**adapter, optimizer={"type": "adafactor"}).peak_lr == 5e-2

@@ -147,7 +147,8 @@ class Optimizer(Section):
         None,
         description="Peak learning rate. By default 2e-3 from scratch, 2e-5 for a pretrained model, 2e-4 for an "
         "adapter, and a twentieth of these for `dpo`, `orpo`, `simpo`, `cpo`, `kto` and `grpo`. `lion` has a tenth of "
-        "that by default; `adafactor` has 1e-2, for an adapter 5e-2, relative to the size of the weights.",
+        "that by default; `adafactor` has 1e-2 from scratch, 1e-3 for a pretrained model and 5e-2 for an adapter, "
+        "relative to the size of the weights.",
     )
     betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="Decay rates of the two moments.")
     eps: Number = Field(1e-8, gt=0, le=1, description="Term added to the denominator of the update.")
