@@ -337,8 +337,8 @@ class Data(Reading):
     source: Sources | None = Field(
         "python-docs",
         description="`python-docs` (built in), a Hub data set id, or files: a path, folder, glob or URL, or a list of "
-        "them. Rows are in .jsonl, .json, .parquet, .arrow, .csv or .tsv files, texts in .txt, .md or .rst files. "
-        "Credentials come from the environment.",
+        "them; hidden files are skipped unless they are named. Rows are in .jsonl, .json, .parquet, .arrow, .csv or "
+        ".tsv files, texts in .txt, .md or .rst files. Credentials come from the environment.",
     )
     sources: Annotated[
         tuple[MixtureSource, ...],

@@ -35,7 +35,14 @@ from tasks.runtime.data.reading.dataset_card import (
 )
 from tasks.runtime.data.reading.readers import extension, is_text, naming_file, read
 from tasks.runtime.data.reading.rows import Row, suggestion
-from tasks.runtime.data.reading.splits import abbreviate, files_of_split, is_data_file, split_name
+from tasks.runtime.data.reading.splits import (
+    abbreviate,
+    files_of_split,
+    is_data_file,
+    is_hidden,
+    is_hidden_from,
+    split_name,
+)
 from tasks.runtime.data.reading.text_files import WHOLE_FILES, TextDocuments
 from tasks.runtime.process.hub import asking_hub
 from tasks.runtime.process.object_store_url import url_to_fs
@@ -329,12 +336,12 @@ def _find_files(name: str, split: str, subset: str | None) -> _Match:
     try:
         filesystem, path = url_to_fs(name if "://" in name else str(_local_path(name).absolute()))
         if _is_pattern(name):
-            paths = sorted(filesystem.glob(_pattern(filesystem, path)))
+            match = _find_by_pattern(filesystem, _pattern(filesystem, path))
         # No `isdir` over HTTP: it would download the whole file.
         elif not name.startswith(("http://", "https://")) and filesystem.isdir(path):
             return _find_in_folder(filesystem, path, name, split, subset)
         else:
-            paths = [path] if filesystem.exists(path) else []
+            match = _Match(filesystem, [path] if filesystem.exists(path) else [])
     except (ImportError, OSError, ValueError) as error:
         raise ValueError(f"data.source {name!r}: {error}") from error
     # The stores' clients raise errors without a common base class.
@@ -343,9 +350,21 @@ def _find_files(name: str, split: str, subset: str | None) -> _Match:
             f"data.source {name!r} cannot be read: {type(error).__name__}: {error}; check the credentials and "
             "endpoints in the environment"
         ) from error
-    if not paths:
+    if not match.paths:
         raise _not_found(name)
-    return _Match(filesystem, paths)
+    return match
+
+
+def _find_by_pattern(filesystem: Any, pattern: str) -> _Match:
+    """The files that a glob matches, without hidden ones. Raises ValueError if it matches only these."""
+    found = sorted(filesystem.glob(pattern))
+    paths = [path for path in found if not is_hidden_from(pattern, path)]
+    hidden = redacted(abbreviate([path for path in found if is_hidden_from(pattern, path)]))
+    if hidden and not paths:
+        raise ValueError(
+            f"it matches only hidden files: {hidden}; name them, or begin a part of the glob as their names do"
+        )
+    return _Match(filesystem, paths, note=f"skips hidden files: {hidden}" if hidden else "")
 
 
 def _find_in_folder(filesystem: Any, folder: str, name: str, split: str, subset: str | None) -> _Match:
@@ -378,6 +397,8 @@ def _find_in_folder(filesystem: Any, folder: str, name: str, split: str, subset:
     for suffix in sorted({extension(path) for path in set(shown) - set(known)}):
         skipped = [path for path in shown if extension(path) == suffix and path not in known]
         left_out += f"; not read, {suffix or 'no extension'}: {abbreviate(skipped)}"
+    if hidden := [path for path in files if is_hidden(path) and extension(path) in EXTENSIONS]:
+        left_out += f"; not read, hidden: {abbreviate(hidden)}"
     return _Match(
         filesystem,
         [files[path] for path in chosen],

@@ -26,9 +26,27 @@ _CACHE = re.compile(r"cache-[0-9a-f]+.*\.arrow")
 
 def is_data_file(path: str) -> bool:
     """Whether a file, by its path in the folder, may hold rows: neither hidden, nor metadata, nor a cache."""
-    *_, file = parts = path.split("/")
-    hidden = any(part.startswith((".", "__")) for part in parts)
-    return not hidden and file not in _METADATA_FILES and _CACHE.fullmatch(file) is None
+    file = path.rpartition("/")[2]
+    return not is_hidden(path) and file not in _METADATA_FILES and _CACHE.fullmatch(file) is None
+
+
+def is_hidden(path: str) -> bool:
+    """Whether a file, by its path in the folder, is hidden, or in a hidden folder below it."""
+    return any(part.startswith((".", "__")) for part in path.split("/"))
+
+
+def is_hidden_from(pattern: str, path: str) -> bool:
+    """Whether a path that matches a glob is hidden, or in a hidden folder, without being named by it.
+
+    As in the package `datasets`: a pattern names what is hidden by a part that begins as its name does.
+    """
+
+    def hidden(one: str) -> tuple[int, int]:
+        *folders, file = one.split("/")
+        dotted = sum(part.startswith(".") and bool(part.strip(".")) for part in (*folders, file))
+        return dotted, sum(part.startswith("__") for part in folders)
+
+    return hidden(path) != hidden(pattern)
 
 
 def split_name(path: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import posixpath
 import re
 import socket
 import threading
@@ -114,6 +115,49 @@ def test_lists_globs_and_folders_are_read_in_a_fixed_order(tmp_path: Path) -> No
     assert order([str(tmp_path / "c.jsonl"), str(tmp_path / "[ab].jsonl")]) == "cab"
 
 
+HIDDEN = (
+    "a.jsonl",
+    "b/c.jsonl",
+    ".hidden.jsonl",
+    "._a.jsonl",
+    ".ipynb_checkpoints/a-checkpoint.jsonl",
+    "b/.cache/d.jsonl",
+    "__MACOSX/._c.jsonl",
+    "__pycache__/e.jsonl",
+)
+PATTERNS = {
+    "*.jsonl": "._a.jsonl, .hidden.jsonl",
+    "*/*.jsonl": ".ipynb_checkpoints/a-checkpoint.jsonl, __MACOSX/._c.jsonl, __pycache__/e.jsonl",
+    "**/*.jsonl": "._a.jsonl, .hidden.jsonl, .ipynb_checkpoints/a-checkpoint.jsonl and 3 more",
+    "[!b]*.jsonl": "._a.jsonl, .hidden.jsonl",
+    # What a pattern names is read.
+    ".h*.jsonl": "",
+    "b/.c*/*.jsonl": "",
+    "__p*/*.jsonl": "",
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("above", ["data", ".cache/data"])
+def test_hidden_files_are_read_where_a_pattern_names_them(pattern: str, above: str, tmp_path: Path) -> None:
+    from datasets.data_files import resolve_pattern
+
+    folder = _fill(tmp_path / above, HIDDEN)
+    source = _open(f"{folder}/{pattern}")
+    found = [posixpath.relpath(path, folder) for _, path in source.found]
+    assert found == sorted(posixpath.relpath(path, folder) for path in resolve_pattern(f"{folder}/{pattern}", ""))
+    notes = [f"skips hidden files: {PATTERNS[pattern]}"] if PATTERNS[pattern] else []
+    assert [note.replace(f"{folder}/", "") for note in source.notes] == notes
+
+
+def test_hidden_files_alone_are_no_data(tmp_path: Path) -> None:
+    folder = _fill(tmp_path, ("._a.jsonl", ".b.jsonl"))
+    hidden = r"only hidden files: .*/\._a.jsonl, .*/\.b.jsonl; name them, or begin a part"
+    with pytest.raises(ValueError, match=hidden):
+        _open(f"{folder}/*.jsonl")
+    assert [row["text"] for row in _values(_open(f"{folder}/.b.jsonl"))] == [".b.jsonl"]
+
+
 SPLITS = {
     "names": ("train.jsonl", "test.jsonl", "valid.jsonl"),
     "ends of names": ("gsm8k-train.jsonl", "gsm8k.test.jsonl", "gsm8k_eval_2.jsonl"),
@@ -155,8 +199,10 @@ def test_of_a_folder_the_files_of_the_split_are_read(files: tuple[str, ...], tmp
 
 
 def test_files_of_a_folder_that_cannot_be_read_are_told(tmp_path: Path) -> None:
-    source = _open(_fill(tmp_path, ("a.jsonl", "b.jsonl.lz4", "c.ods", ".d.ods")))
-    assert source.notes == ("reads a.jsonl; not read, .lz4: b.jsonl.lz4; not read, .ods: c.ods",)
+    source = _open(_fill(tmp_path, ("a.jsonl", "b.jsonl.lz4", "c.ods", ".d.ods", ".e/f.jsonl", "._a.jsonl")))
+    assert source.notes == (
+        "reads a.jsonl; not read, .lz4: b.jsonl.lz4; not read, .ods: c.ods; not read, hidden: ._a.jsonl, .e/f.jsonl",
+    )
 
 
 def test_a_folder_of_texts_is_read_whole_and_a_readme_beside_rows_is_not(tmp_path: Path) -> None:
