@@ -82,6 +82,13 @@ CHECKS = (
         "the model's own code, if it brings some, is what model.trust_remote_code names; the process loads it",
     ),
     Check(
+        "text input",
+        ("plan", "launch"),
+        "models.text_input:require_text_input",
+        ("spec.model",),
+        "the model takes the tokens of a text, needs no other input, and attends to no later token",
+    ),
+    Check(
         "pretrained weights",
         ("plan", "launch"),
         "models.pretrained:require_complete_weights",

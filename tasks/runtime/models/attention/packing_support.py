@@ -73,7 +73,7 @@ def require_planned_packing_support(spec: RunSpec) -> None:
     config = load_config(spec.model)
     _require_positions_of_sequences(config, spec)
     if _shares_rows(spec.data, spec.objective) and config.model_type not in SUPPORTS_PACKING:
-        small = _small_model(config)
+        small = small_model(config)
         if small is not None:
             require_packing_support(small, spec)
 
@@ -89,7 +89,7 @@ def require_packing_support(model: PreTrainedModel, spec: RunSpec) -> None:
             "a packed row by itself, so its sizes differ from batch to batch; set training.compile to false"
         )
     # The model is on the CPU, where kernels of its recurrent layers do not run.
-    probed = _small_model(model.config) if needs_gpu(model) and model.device.type == "cpu" else model
+    probed = small_model(model.config) if needs_gpu(model) and model.device.type == "cpu" else model
     if probed is None:
         log.warning("packing: without a GPU it is not tested whether %s keeps samples apart", type(model).__name__)
         return
@@ -137,7 +137,7 @@ def _shares_rows(data: Data, objective: Objective) -> bool:
     return data.packing or objective.type in PAIRED
 
 
-def _small_model(config: PretrainedConfig) -> PreTrainedModel | None:
+def small_model(config: PretrainedConfig) -> PreTrainedModel | None:
     """A model of few and narrow layers, one of each kind of `config`, with random weights; None if there is none."""
     try:
         text = config.get_text_config()
@@ -171,8 +171,23 @@ def _small_model(config: PretrainedConfig) -> PreTrainedModel | None:
 
 def supports_packing(model: PreTrainedModel) -> bool:
     """Whether the second sequence of a row is independent of the first: its gradient there is exactly zero."""
+    gradient = _gradient_of_embeddings(model, [*range(_FIRST), *range(_SECOND)], slice(_FIRST, None))
+    return not bool(gradient[:, :_FIRST].any())
+
+
+def is_causal(model: PreTrainedModel) -> bool:
+    """Whether the first tokens of a text are independent of later ones: their gradient there is exactly zero."""
+    gradient = _gradient_of_embeddings(model, [*range(_FIRST + _SECOND)], slice(_FIRST))
+    return not bool(gradient[:, _FIRST:].any())
+
+
+def _gradient_of_embeddings(model: PreTrainedModel, places: list[int], outputs: slice) -> Tensor:
+    """The gradient of some `outputs` of a row by its embeddings: [1, T, H]. places: of its tokens in their sequences.
+
+    Raises ValueError if the model does not embed tokens by `get_input_embeddings()`.
+    """
     tokens = torch.arange(_FIRST + _SECOND).remainder(model.config.get_text_config().vocab_size)[None]
-    positions = torch.cat([torch.arange(_FIRST), torch.arange(_SECOND)])[None]
+    positions = torch.tensor(places)[None]
     embedded: list[Tensor] = []
 
     def keep(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -181,7 +196,10 @@ def supports_packing(model: PreTrainedModel) -> bool:
         return embedded[0].clone()
 
     training, attention = model.training, model.config._attn_implementation
-    hook = model.get_input_embeddings().register_forward_hook(keep)
+    try:
+        hook = model.get_input_embeddings().register_forward_hook(keep)
+    except NotImplementedError as error:
+        raise _no_embeddings(model) from error
     model.eval()
     # Flash attention does not run on the CPU, and the others derive their masks from the same inputs.
     model.set_attn_implementation(
@@ -196,14 +214,23 @@ def supports_packing(model: PreTrainedModel) -> bool:
         scored = scores(model)
         run = getattr(model, model.base_model_prefix) if scored else model
         found = run(input_ids=tokens, position_ids=positions, use_cache=False)
-        states = (found.last_hidden_state if scored else found.logits)[:, _FIRST:]
+        if not embedded:
+            raise _no_embeddings(model)
+        states = (found.last_hidden_state if scored else found.logits)[:, outputs]
         weights = torch.linspace(-1, 1, states.numel(), dtype=states.dtype, device=states.device).view_as(states)
         (gradient,) = torch.autograd.grad((states * weights).sum(), embedded)
     finally:
         hook.remove()
         model.set_attn_implementation(attention)
         model.train(training)
-    return not bool(gradient[:, :_FIRST].any())
+    return gradient
+
+
+def _no_embeddings(model: PreTrainedModel) -> ValueError:
+    return ValueError(
+        f"model.name: {type(model).__name__} does not embed input_ids, the tokens of a text, by "
+        "get_input_embeddings(); choose a causal language model, or define that method in the model's own code"
+    )
 
 
 def require_position_embeddings(model: Model, sequence_length: int) -> None:

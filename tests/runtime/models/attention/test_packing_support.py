@@ -30,11 +30,11 @@ from tasks.runtime.evaluation.evaluate_model import generate
 from tasks.runtime.models.attention.packing_support import (
     _SMALL,
     SUPPORTS_PACKING,
-    _small_model,
     learned_position_count,
     require_packing_support,
     require_planned_packing_support,
     require_position_embeddings,
+    small_model,
     supports_packing,
 )
 from tasks.runtime.models.build import build_model
@@ -175,13 +175,13 @@ def test_a_model_of_any_size_is_judged_by_its_configuration(tmp_path, config, pa
     spec = RunSpec.model_validate({"model": folder_of(tmp_path, config)})
     with nullcontext() if packing else pytest.raises(ValueError, match=r"data\.packing is true.*mixes the sequences"):
         require_planned_packing_support(spec)
-    assert _small_model(config) is not None
+    assert small_model(config) is not None
     require_planned_packing_support(spec.model_copy(update={"data": Data(packing=False)}))
 
 
-def test_a_configuration_without_a_small_model_is_left_to_the_real_one(tmp_path):
+def test_a_configuration_without_asmall_model_is_left_to_the_real_one(tmp_path):
     config = Mamba2Config()
-    assert _small_model(config) is None
+    assert small_model(config) is None
     require_planned_packing_support(RunSpec.model_validate({"model": folder_of(tmp_path, config)}))
 
 
