@@ -9,6 +9,7 @@ import torch
 from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
 from tasks.runtime.data import row_order
+from tasks.runtime.optim import optimizer
 from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.training.resume_point import PEAK_LR
 from tests.runtime.helpers.comparable_runs import SAVED, STEPS, curve, make_spec
@@ -73,3 +74,25 @@ def test_a_begun_run_keeps_its_default_learning_rate(tmp_path, framework):
     forget(spec, SAVED)
     train_spec(spec)
     assert curve(spec)[SAVED:] == curve(asked)[SAVED:]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_begun_run_goes_on_with_weights_that_muon_no_longer_steps(tmp_path, monkeypatch, caplog, dtype):
+    """Muon stepped a head that scores, and norms of several heads; AdamW begins with new moments."""
+    values = make_spec(tmp_path, "muon", "torch", "single", 1).model_dump()
+    model = {**values["model"], "dtype": dtype}
+    spec = RunSpec.model_validate({**values, "model": model, "optimizer": {"type": "muon"}})
+    train_spec(spec)
+    before = curve(spec)
+    forget(spec, SAVED)
+
+    def heads(model):
+        return {id(layer.self_attn.q_proj.weight) for layer in model.model.layers}
+
+    monkeypatch.setattr(optimizer, "_heads", heads)
+    with caplog.at_level("WARNING", "tasks"):
+        train_spec(spec)
+    assert "moments of 2 weights begin anew: AdamW steps them now, not Muon" in caplog.text
+    after = curve(spec)
+    assert after[: SAVED + 1] == before[: SAVED + 1] and after[SAVED + 1 :] != before[SAVED + 1 :]
+    assert [loss for _, loss, *_ in after] == pytest.approx([loss for _, loss, *_ in before], rel=0.05)

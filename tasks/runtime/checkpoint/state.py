@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 
 _OPTIMIZER, _RANDOM = "optimizer.", "random."
 
+# Muon's state of a weight.
+_MUON = "momentum_buffer"
+
 MODEL = "model."
 """Prefix of the names of the model's tensors."""
 
@@ -123,6 +126,7 @@ def load_optimizer(index: Index, model: nn.Module, optimizer: torch.optim.Optimi
     tensors: dict[str, Tensor] = {}
     convert: list[Callable[[], None]] = []
     dropped = 0
+    anew = _weights_that_muon_stepped(index, parameters, optimizer)
     for key in index:
         if key.startswith(_OPTIMIZER):
             entry, name = key.removeprefix(_OPTIMIZER).split(".", 1)
@@ -131,6 +135,8 @@ def load_optimizer(index: Index, model: nn.Module, optimizer: torch.optim.Optimi
                     f"the checkpoint has optimizer state {entry!r} of {name!r}, a parameter that this model lacks; "
                     "restore the model it was trained with, or choose another name"
                 )
+            if name in anew and entry in (_MUON, "step"):
+                continue
             shape, dtype = index.shape(key), index.dtype(key)
             if isinstance(optimizer, FlatStateOptimizer) and entry == REMAINDER:
                 tensors |= _join_master(optimizer, parameters[name], key, convert)
@@ -160,6 +166,23 @@ def load_optimizer(index: Index, model: nn.Module, optimizer: torch.optim.Optimi
     index.read(tensors)
     for function in convert:
         function()
+
+
+def _weights_that_muon_stepped(
+    index: Index, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> set[str]:
+    """The names of weights with Muon's state in the checkpoint that AdamW steps now: earlier versions left Muon more.
+
+    AdamW's groups have `betas`.
+    """
+    stepped = {name for name in parameters if f"{_OPTIMIZER}{_MUON}.{name}" in index}
+    if not stepped:
+        return stepped
+    now = {parameter for group in optimizer.param_groups if "betas" in group for parameter in group["params"]}
+    found = {name for name in stepped if parameters[name] in now}
+    if found:
+        log.warning("moments of %d weights begin anew: AdamW steps them now, not Muon", len(found))
+    return found
 
 
 def _split_master(

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from strata_platform.spec import RunSpec
-from strata_platform.spec.sections.model import Lora
+from strata_platform.spec.sections.model import SCORE, Lora
 from strata_platform.spec.sections.training import Optimizer, ParameterGroup
 from tasks.runtime.optim.adamw import ExactAdamW, PagedAdamW
 from tasks.runtime.optim.adamw_8bit import BLOCK, AdamW8bit, has_eight_bits
@@ -101,12 +101,18 @@ class _Builder:
 
         Updates of both have the same size, so they share learning rate and weight decay. AdamW also takes the weights
         of experts that are one parameter of three dimensions.
+
+        Source: Jordan (https://kellerjordan.github.io/posts/muon).
         """
-        head = self.model.get_output_embeddings()  # type: ignore[operator]
-        outer = _embeddings(self.model) | ({id(head.weight)} if head is not None else set())
+        outer = _embeddings(self.model) | _norms(self.model) | _heads(self.model)
         # Other parameters of two dimensions, such as biases of experts or the decay of a state, are no matrices.
         weights = {id(p) for name, p in self.model.named_parameters() if name.endswith("weight")} - outer
         hidden = {id(p): p.numel() for p in trained if p.ndim == 2 and id(p) in weights}
+        if not hidden:
+            raise ValueError(
+                "optimizer.type 'muon': no trainable weight is a matrix between embeddings and head; set "
+                "optimizer.type to 'adamw'"
+            )
         _log_share("Muon steps", hidden, trained)
         matrices = [p for p in trained if id(p) in hidden]
         common: dict[str, Any] = {
@@ -119,7 +125,8 @@ class _Builder:
             muon = ExactMuon(self.groups(matrices), **common, rounding=self.rounding)
         else:
             muon = torch.optim.Muon(self.groups(matrices), **common, adjust_lr_fn="match_rms_adamw")
-        return ChainedOptimizer([muon, self.adamw([p for p in trained if id(p) not in hidden])])
+        others = [p for p in trained if id(p) not in hidden]
+        return ChainedOptimizer([muon, *([self.adamw(others)] if others else [])])
 
     def adamw_8bit(self, trained: list[nn.Parameter]) -> torch.optim.Optimizer:
         """AdamW with 8-bit moments for most matrices, AdamW for the rest."""
@@ -200,6 +207,19 @@ def _loraplus(model: nn.Module, rate: float) -> dict[nn.Parameter, ParameterGrou
 
 def _embeddings(model: nn.Module) -> set[int]:
     return {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+
+
+def _norms(model: nn.Module) -> set[int]:
+    """Weights of norms. Those of queries and keys may have a row for each head."""
+    norms = (module for module in model.modules() if "norm" in type(module).__name__.lower())
+    return {id(parameter) for module in norms for parameter in module.parameters(recurse=False)}
+
+
+def _heads(model: nn.Module) -> set[int]:
+    """Weights of the heads of tokens and scores; some models of several parts do not name theirs."""
+    heads = [module for name, module in model.named_modules() if name.rpartition(".")[2] in ("lm_head", SCORE)]
+    named = model.get_output_embeddings()  # type: ignore[operator]
+    return {id(head.weight) for head in (*heads, named) if hasattr(head, "weight")}
 
 
 def _biases(model: nn.Module) -> set[int]:

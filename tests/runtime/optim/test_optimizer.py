@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
-from transformers import get_scheduler
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    get_scheduler,
+)
+from transformers.pytorch_utils import Conv1D
 
 from strata_platform.spec import RunSpec
 from strata_platform.spec.sections.training import Schedule
@@ -345,6 +351,55 @@ def test_muon_has_the_matrices_between_embeddings_and_head():
     by_muon = {name for name, p in model.named_parameters() if parts[id(p)] == 0}
     assert len(by_muon) == 4 * 7
     assert all(name.endswith("_proj.weight") for name in by_muon)
+
+
+WIDTH = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "auto", "fields", "others"),
+    [
+        # Its norms of queries and keys have a row of weights for each head.
+        ("cohere", AutoModelForCausalLM, {"use_qk_norm": True}, {"q_norm", "k_norm", "norm", "input_layernorm"}),
+        ("llama", AutoModelForSequenceClassification, {"num_labels": 1}, {"score"}),
+        ("mixtral", AutoModelForCausalLM, {"num_local_experts": 2}, {"gate_up_proj", "down_proj"}),
+        ("mamba", AutoModelForCausalLM, {"state_size": 4}, {"conv1d", "A_log", "D"}),
+        ("gpt2", AutoModelForCausalLM, {"n_embd": 32, "n_layer": 1, "n_head": 4}, {"wte", "wpe"}),
+    ],
+)
+def test_muon_has_none_but_hidden_matrices(model_type, auto, fields, others):
+    """https://kellerjordan.github.io/posts/muon: embeddings, heads, norms, and what is no matrix are AdamW's."""
+    model = auto.from_config(CONFIG_MAPPING[model_type](**WIDTH, pad_token_id=0, **fields))
+    optimizer = build_optimizer(model, RunSpec(optimizer={"type": "muon"}))
+    parts = {id(p): group["part"] for group in optimizer.param_groups for p in group["params"]}
+    by_muon = {name for name, p in model.named_parameters() if parts[id(p)] == 0}
+    linear = (nn.Linear, Conv1D)
+    outer = (model.get_output_embeddings(), getattr(model, "score", None))
+    matrices = {
+        f"{name}.weight" for name, module in model.named_modules() if isinstance(module, linear) and module not in outer
+    }
+    # Mixtral's router is a matrix, but no module of PyTorch's.
+    assert by_muon - {"model.layers.0.mlp.gate.weight"} == matrices
+    left = {name.removesuffix(".weight").rpartition(".")[2] for name, p in model.named_parameters() if parts[id(p)]}
+    assert others <= left
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def test_muon_alone_and_muon_without_a_matrix():
+    model = Experts()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name == "router.weight")
+    optimizer = build_optimizer(model, RunSpec(optimizer={"type": "muon"}))
+    model.router.weight.grad = torch.ones_like(model.router.weight)
+    before = model.router.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(model.router.weight, before)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name == "up_proj")
+    with pytest.raises(ValueError, match=r"optimizer\.type 'muon': no trainable .* set optimizer\.type to 'adamw'"):
+        build_optimizer(model, RunSpec(optimizer={"type": "muon"}))
 
 
 def test_muon_steps_are_orthogonal_and_as_large_as_adamw_s():
