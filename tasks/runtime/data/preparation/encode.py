@@ -3,8 +3,9 @@
 Each segment is tokenized separately and the ids are concatenated. So the boundary between prompt and completion is a
 token boundary, and the prompt has the same tokens as at inference: no token merges the end of a prompt with the start
 of its completion. Byte-level tokenizers support this directly. A tokenizer that puts a space before every text, as
-SentencePiece does, gets a line break before each later segment, whose tokens are then removed; if the line break merges
-with the segment's first characters, another character. A segment that merges with all of them is rejected.
+SentencePiece and some of these do, gets a line break before each later segment, whose tokens are then removed; if the
+line break merges with the segment's first characters, another character. A segment that merges with all of them is
+rejected.
 
 A long segment is tokenized in pieces that have the tokens of the whole, so that memory does not grow with its length.
 Of a document that is far too long for a row, and is not split, only as much is tokenized as shows that it is.
@@ -233,8 +234,14 @@ class Encoder:
         return {anchor: ids for anchor, ids in tokens.items() if self._tokenizer.unk_token_id not in ids}
 
     def _decodes_concatenated(self, following: Ids) -> bool:
-        joined = np.concatenate([self._tokenize([_PROBE])[0], following])
-        return str(self._tokenizer.decode(joined, clean_up_tokenization_spaces=False)) == _PROBE * 2
+        """Whether the text of the probe's tokens and of `following` is that of the probe, continued by another one."""
+        first = self._tokenize([_PROBE])[0]
+        # A byte-level decoder keeps the space that the tokenizer puts before a text.
+        begin, whole = (
+            str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+            for ids in (first, np.concatenate([first, following]))
+        )
+        return whole == begin + _PROBE
 
     def _prefix_ids(self) -> list[int]:
         """Ids that the tokenizer puts before a text by default: usually the beginning-of-sequence token, or none."""

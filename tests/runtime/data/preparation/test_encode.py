@@ -85,6 +85,33 @@ def test_line_breaks_that_merge_are_not_lost(prepend: str, completion: str) -> N
     assert encoded.ids[begin:end].tolist() == tokenizer(f"hello:{completion}")["input_ids"][begin:]
 
 
+_BYTES = pre_tokenizers.ByteLevel
+# How byte-level tokenizers put a space before a text: RoBERTa's and GPT-2's with `add_prefix_space`, beside a division
+# into digits, and a normalizer. Their decoder keeps it.
+BYTE_LEVEL = {
+    "alone": (_BYTES(add_prefix_space=True), None),
+    "digits": (pre_tokenizers.Sequence([pre_tokenizers.Digits(True), _BYTES(add_prefix_space=True)]), None),
+    "normalizer": (_BYTES(add_prefix_space=False), normalizers.Prepend(" ")),
+}
+
+
+@pytest.mark.parametrize(("prompt", "completion"), [("Return\n", "the thing."), ("Return", " the"), ("a\n", "\n b")])
+@pytest.mark.parametrize("kind", BYTE_LEVEL)
+def test_a_byte_level_tokenizer_may_put_a_space_before_a_text(
+    kind: str, prompt: str, completion: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.pre_tokenizer, normalizer = BYTE_LEVEL[kind]
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    spaced = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BOS, eos_token=EOS)
+    (encoded,) = Encoder(spaced, learn_all=False).encode([_pair(prompt, completion)])
+    begin, end = encoded.completion_span
+    assert spaced.decode(encoded.ids, skip_special_tokens=True) == f" {prompt}{completion}"
+    assert encoded.ids[:begin].tolist() == spaced(prompt)["input_ids"]
+    assert spaced.decode(encoded.ids[begin:end]) == completion
+
+
 def test_a_text_that_merges_with_all_that_may_stand_before_it_is_refused() -> None:
     tokenizer = _sentencepiece_like("normalizer", ("\n", "\n"), ("x", "\n"))
     encoder = Encoder(tokenizer, learn_all=False)
