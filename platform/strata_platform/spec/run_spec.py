@@ -264,7 +264,13 @@ class RunSpec(Section):
         description="Folder for runs, the same in every attempt; the run writes to `<output>/<name>`. To copy results "
         "to an object store, set `checkpoint.url` and `export.url`.",
     )
-    seed: Integer = Field(0, ge=0, lt=2**32, description="Seed of the initialization, the data order and dropout.")
+    seed: Integer = Field(
+        0,
+        ge=0,
+        lt=2**32,
+        description="Seed of the initialization, the data order and dropout. It also decides which samples "
+        "`data.validation_fraction` holds out.",
+    )
     model: Model = Field(default_factory=Model, description="The model to train.")
     data: Data = Field(default_factory=Data, description="The training data.")
     objective: Objective = Field(default_factory=Sft, description="The training objective.")

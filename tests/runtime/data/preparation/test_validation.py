@@ -31,3 +31,13 @@ def test_whole_texts_are_held_out_where_they_are_many() -> None:
     samples = np.repeat(np.arange(400), 2)
     mask, ends = hold_out(samples, np.full(800, 16), fraction=0.1, seed=0, divisible=True)
     assert not ends and (mask[::2] == mask[1::2]).all() and 20 <= mask[::2].sum() <= 60
+
+
+def test_the_seed_decides_which_samples_are_held_out() -> None:
+    """As chance would: samples that two seeds hold out are as many as of two draws."""
+    samples = np.arange(4000)
+    first, again, other = (
+        hold_out(samples, np.full(4000, 16), fraction=0.1, seed=seed, divisible=False)[0] for seed in (0, 0, 256)
+    )
+    assert (first == again).all() and 300 < other.sum() < 500
+    assert 10 < (first & other).sum() < 80
