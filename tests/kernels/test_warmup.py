@@ -31,6 +31,7 @@ from strata_kernels.warmup import (
     warmup,
 )
 from strata_kernels.warmup.compile import _compile_all
+from strata_kernels.warmup.cross_compile import target_of
 
 pytestmark = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="the interpreter compiles nothing")
 
@@ -163,13 +164,13 @@ def test_amd_compiles_for_near_memory_apart_and_has_no_options_of_nvidias() -> N
     far = torch.empty(2**31 + 16, dtype=torch.int8, device="meta")
     near = far[: 2**20].clone()
     plan = record(lambda: [add(far), add(near), layer(2, 64)])
-    assert len(plan) == len(plan.on("hip")) == len(plan.on("cuda")) + 1
-    options = [dict((*item.arguments, *item.options)) for item in plan.on("hip").specializations]
+    assert len(plan) == len(plan.on(target_of("gfx942"))) == len(plan.on(target_of("sm_90"))) + 1
+    options = [dict((*item.arguments, *item.options)) for item in plan.on(target_of("gfx942")).specializations]
     assert not any("maxnreg" in given or given.get("REPACK") for given in options)
-    assert any("maxnreg" in dict(item.options) for item in plan.on("cuda").specializations)
+    assert any("maxnreg" in dict(item.options) for item in plan.on(target_of("sm_90")).specializations)
     param = add_kernel.params[0]
     for x in (far, near):
-        (item,) = record(lambda x=x: add(x)).on("hip").specializations
+        (item,) = record(lambda x=x: add(x)).on(target_of("gfx942")).specializations
         assert isinstance(dict(item.arguments)["p_x"], Pointer)
         assert specialize(dict(item.arguments)["p_x"], param, HIPBackend) == specialize(x, param, HIPBackend)
 

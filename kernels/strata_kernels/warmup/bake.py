@@ -98,7 +98,7 @@ def bake(
     if not plan:
         raise ValueError("the plan is empty: no kernel to bake")
     targets = {arch: target_of(arch) for arch in archs}
-    plans = {arch: plan.on(target.backend) for arch, target in targets.items()}
+    plans = {arch: plan.on(target) for arch, target in targets.items()}
     folders = {arch: out.resolve() / arch for arch in archs}
     for folder in folders.values():
         if folder.exists() and any(folder.iterdir()):

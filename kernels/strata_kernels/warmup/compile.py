@@ -12,6 +12,7 @@ from threading import local
 from typing import Any
 
 import torch
+import triton
 
 from .compile_counter import compile_listener
 from .plan import Plan, Specialization
@@ -88,7 +89,7 @@ def warmup(plan: Plan, *, workers: int | None = None, timeout: float | None = No
         device = torch.cuda.get_device_name(index)
     except RuntimeError as error:
         return _skip("cuda", plan, start, f"CUDA does not start ({error})")
-    plan = plan.on("hip" if torch.version.hip else "cuda")
+    plan = plan.on(triton.runtime.driver.active.get_current_target())
     if len(plan) == 0:
         return _skip(device, plan, start, "the plan is empty")
 

@@ -25,6 +25,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as triton_driver
 
+from ..ops._cuda_kernel import CompiledCudaKernel
 from .plan import Specialization
 
 _SONAME = "libcuda.so.1"
@@ -175,6 +176,8 @@ def compile_for_target(item: Specialization, target: GPUTarget) -> tuple[Any, st
     `StubDriver.build_launchers`)."""
     with stub_driver(target) as stub:
         compiled = item.compile()
+        if isinstance(compiled, CompiledCudaKernel):
+            return compiled, None
         try:
             stub.build_launchers(compiled)
         except NoLauncherError as error:

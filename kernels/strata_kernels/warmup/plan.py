@@ -6,7 +6,7 @@ whether a tensor's memory is within 2 GiB. A plan contains the distinct speciali
 a representative of its class, so that equal specializations compare equal.
 
 A plan does not depend on the GPU: the number of multiprocessors is only an unspecialized kernel argument or the size of
-the grid, never a constexpr.
+the grid, never a constexpr. Where a kernel is for some GPUs only, the plan contains it and the one for the others.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from strata_kernels.ops._cuda_kernel import CudaKernel
 from strata_kernels.ops._launch import Call, keywords_on, recording
 
 # An integer that needs 64 bits, and the divisor for which Triton specializes integers and pointers.
@@ -28,6 +30,8 @@ _WIDE = 2**35
 _ALIGNMENT = 16
 # The largest memory that 32-bit offsets can address.
 _NEAR = 2**31 - 1
+# The kernels that a launch compiles; under TRITON_INTERPRET=1, those of Triton have another type.
+_COMPILED = (JITFunction, CudaKernel)
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Pointer:
 class Specialization:
     """One kernel to compile: its arguments by name, as representatives of their classes, and its options."""
 
-    kernel: JITFunction[Any]
+    kernel: JITFunction[Any] | CudaKernel
     arguments: tuple[tuple[str, Any], ...]
     options: tuple[tuple[str, Any], ...]
 
@@ -97,7 +101,7 @@ class Specialization:
             kernel = getattr(import_module(module), name, None)
         except ModuleNotFoundError:
             kernel = None
-        if not isinstance(kernel, JITFunction):
+        if not isinstance(kernel, _COMPILED):
             raise ValueError(f"the plan contains the kernel {data['kernel']!r}, which is missing; record a new plan")
         arguments = tuple((name, _from_plain(value)) for name, value in data["arguments"].items())
         return cls(kernel, arguments, tuple(data["options"].items()))
@@ -116,9 +120,14 @@ class Plan:
         """The union of both plans, for runs with several batch shapes."""
         return Plan(tuple(dict.fromkeys((*self.specializations, *other.specializations))))
 
-    def on(self, backend: str) -> Plan:
-        """The distinct specializations that `backend`, "cuda" or "hip", compiles."""
-        return Plan(tuple(dict.fromkeys(item.on(backend) for item in self.specializations)))
+    def on(self, target: GPUTarget) -> Plan:
+        """The distinct specializations that a GPU of this target compiles."""
+        items = [
+            item
+            for item in self.specializations
+            if isinstance(item.kernel, JITFunction) or item.kernel.supports(target)
+        ]
+        return Plan(tuple(dict.fromkeys(item.on(target.backend) for item in items)))
 
     @property
     def hash(self) -> str:
@@ -161,7 +170,7 @@ def record(step: Callable[[], object]) -> Plan:
     """
     with recording() as calls:
         step()
-    return Plan(tuple(dict.fromkeys(_specialize(call) for call in calls if isinstance(call.kernel, JITFunction))))
+    return Plan(tuple(dict.fromkeys(_specialize(call) for call in calls if isinstance(call.kernel, _COMPILED))))
 
 
 def _specialize(call: Call) -> Specialization:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from .._launch import launch, multiprocessors, takes_kernel
 from ..cross_entropy.row_reference import reference_gradient as label_gradient
 from ..cross_entropy.row_statistics import Columns, Options, Statistics
+from .cluster_kernel import cluster_divergence, cluster_of
 from .divergence_kernel import FORWARD_KL, JSD, REVERSE_KL, TVD, divergence_kernel
 from .divergence_reference import (
     COSINE_EPS,
@@ -139,6 +141,18 @@ def _launch(
     z: Tensor, t: Tensor, target: Tensor, scale: Tensor | None, loss: Tensor, form: Form, dz: Tensor | None,
     labels: Labels | None,
 ) -> None:  # fmt: skip
+    cluster = None if labels is not None else _cluster(z, t, form, dz)
+    if cluster is not None:
+        assert dz is not None and scale is not None
+        launch(
+            cluster_divergence, (z.shape[0],),
+            z, t, dz, target, scale, loss, *z.shape, *(x.stride(0) * x.itemsize for x in (z, t, dz)), scale.stride(0),
+            form.ignore_index, form.beta, math.log2(math.e) / form.temperature,
+            CLUSTER=cluster,
+        )  # fmt: skip
+        # A plan of launches is for all GPUs.
+        if not z.is_meta:
+            return
     if labels is None and _is_narrow(z, t, form, dz):
         _launch_narrow(z, t, target, scale, loss, form, dz)
         return
@@ -165,6 +179,22 @@ def _launch(
         num_warps=max(tile.warps * block // tile.block, 1), maxnreg=tile.registers,
     )  # fmt: skip
     torch.sum(partial, 1, out=loss)
+
+
+def _cluster(z: Tensor, t: Tensor, form: Form, dz: Tensor | None) -> int | None:
+    """Thread blocks per row for `cluster_divergence`; None if it does not support these rows or this GPU."""
+    if form.divergence != "jsd" or form.normalized or form.softcap or form.teacher_softcap or dz is None:
+        return None
+    # It loads and stores 16 bytes at a time.
+    if any(
+        x.dtype != torch.bfloat16 or x.data_ptr() % 16 or any(n % 8 for n in (x.shape[1], x.stride(0)))
+        for x in (z, t, dz)
+    ):
+        return None
+    cluster = cluster_of(z.shape[1])
+    if cluster is None or z.is_meta:
+        return cluster
+    return cluster if z.is_cuda and cluster_divergence.resident_clusters(z.device, CLUSTER=cluster) else None
 
 
 def _is_narrow(z: Tensor, t: Tensor, form: Form, dz: Tensor | None) -> bool:
