@@ -81,6 +81,15 @@ def test_with_norms_that_stay_it_clips_by_the_norm_of_all():
         torch.testing.assert_close(used, parameter.grad, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("share", [1e-3, 0.4, 0.9])
+def test_gradients_below_the_limit_stay_as_they_are(share):
+    """The optimizer of these tests is SGD, which hides no factor."""
+    norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in whole_gradients((1.0, 2.0, 0.5))))
+    scales = tuple(scale * share * LIMIT / norm for scale in (1.0, 2.0, 0.5))
+    for used in used_gradients([scales, scales])[0]:
+        torch.testing.assert_close(used, whole_gradients(scales), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("burst", [1.0, 30.0, 1e6])
 def test_a_burst_is_clipped_in_its_own_step(burst):
     small = (1e-3, 2e-3, 1e-3)

@@ -1,5 +1,6 @@
 """The recipe that every framework follows."""
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -309,6 +310,31 @@ def test_clipped_gradients_are_rounded_once(dtype):
         torch.testing.assert_close(
             parameter.grad.double(), expected, rtol=4e-3 if dtype == torch.bfloat16 else 1e-6, atol=0
         )
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("share", [1e-6, 0.4, 0.6, 0.99, 1.01, 1e6])
+@pytest.mark.parametrize("in_step", [False, True], ids=["gradients", "in the step"])
+def test_gradients_are_scaled_down_only(share, dtype, in_step):
+    """As by PyTorch, whose product is rounded to the type of the gradients. AdamW hides a factor of all gradients."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 48).to(DEVICE, dtype)
+    theirs = nn.Linear(64, 48).to(DEVICE)
+    for parameter, other in zip(model.parameters(), theirs.parameters(), strict=True):
+        parameter.grad = torch.randn_like(parameter)
+        other.grad = parameter.grad.float().clone()
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+    limit = gradients._total_norm(before).item() / share
+    # One that scales them itself.
+    optimizer = SimpleNamespace(gradient_scale=None, param_groups=[{"params": [*model.parameters()]}])
+    clip_gradients(model, limit, optimizer if in_step else None)
+    nn.utils.clip_grad_norm_(theirs.parameters(), limit)
+    for parameter, other, gradient in zip(model.parameters(), theirs.parameters(), before, strict=True):
+        used = gradients.used_gradient(parameter, optimizer)
+        torch.testing.assert_close(used.float(), other.grad, rtol=4e-3 if dtype == torch.bfloat16 else 1e-6, atol=0)
+        if share < 1:
+            assert torch.equal(used, gradient)
 
 
 @pytest.mark.any_device
