@@ -4,9 +4,9 @@ A small model's step takes the host longer than the GPU: a micro-batch of a 0.6B
 CUDA graph launches all of them at once. Two graphs are captured for each shape of a micro-batch, one for each pass, and
 every framework replays them where it would compute the loss and call `backward`.
 
-All graphs share one memory pool, and nothing in it outlives a step: activations and gradients of every graph lie in the
-same memory, as without graphs. Results of norms and rotations are recomputed in the backward pass instead of being
-kept: the host, for which that is work, does it once.
+Nothing that a graph computes outlives a step: the activations and gradients of both graphs of a shape lie in the same
+memory, in a pool that other batches cannot use. Results of norms and rotations are recomputed in the backward pass
+instead of being kept: the host, for which that is work, does it once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ log = logging.getLogger(__name__)
 _WARMUP = 4
 # With `auto`, graphs are worth their while if the host takes this share of the time of a forward pass, or more.
 _HOST_BOUND = 0.8
-# Each takes some MiB of GPU memory; micro-batches of further shapes run without graphs.
+# With `auto`, a shape is captured if so many passes fit into free memory: its own, and that of a batch without graphs.
+_FREE_PASSES = 2
+# Each takes memory; micro-batches of further shapes run without graphs.
 _MOST_GRAPHS = 24
 # The fewest sequences of a batch that it is padded to, with empty ones: few shapes instead of one for every number.
 _FEWEST_SEQUENCES = 16
@@ -114,11 +116,12 @@ class CudaGraphs:
         self._accumulates = training.gradient_accumulation_steps > 1 and sums is None
         # The compiler decides which activations compiled layers keep.
         self._context: Callable[[], AbstractContextManager[None]] = nullcontext if training.compile else recomputing
-        self._timer = _HostTimer()
-        self._warmup = _WARMUP
+        self._passes = _TimedPasses()
+        # The optimizer's state takes its memory at the end of the first step.
+        self._warmup = max(_WARMUP, training.gradient_accumulation_steps + 1)
         self._seen: set[_Shape] = set()
         self._graphs: dict[_Shape, _Graphs] = {}
-        self._off = False
+        self._off = self._full = False
         self._pool: Any = None
 
     def prepare(self, context: ObjectiveContext) -> PreparedData:
@@ -163,7 +166,7 @@ class CudaGraphs:
             return self._objective.micro_batch_loss(model, batch, items, max_targets)
         if self._warmup:
             self._warmup -= 1
-            with self._timer, self._context():
+            with self._passes, self._context():
                 loss = self._objective.micro_batch_loss(model, batch, items, max_targets)
             if not self._warmup:
                 self._decide()
@@ -175,9 +178,10 @@ class CudaGraphs:
             self._graphs.clear()
             self._pool = None
         if shape not in self._graphs:
-            if shape not in self._seen or len(self._graphs) == _MOST_GRAPHS:
-                # The first of a shape may compile kernels, which a capture must not.
-                self._seen.add(shape)
+            # The first of a shape may compile kernels, which a capture must not.
+            captured = shape in self._seen and len(self._graphs) < _MOST_GRAPHS and self._fits()
+            self._seen.add(shape)
+            if not captured:
                 with self._context():
                     return self._objective.micro_batch_loss(model, batch, items, max_targets)
             self._capture(shape, model, batch, items, max_targets)
@@ -187,12 +191,25 @@ class CudaGraphs:
 
     def _decide(self) -> None:
         """After the warm-up."""
-        share = self._timer.host_share()
+        share = self._passes.host_share()
         if share < _HOST_BOUND and not self._always:
             self._off = True
             log.info("CUDA graphs: off, the host takes %.0f %% of the time of a forward pass", 100 * share)
         else:
             log.info("CUDA graphs: on, the host takes %.0f %% of the time of a forward pass", 100 * share)
+
+    def _fits(self) -> bool:
+        """Whether the graphs of one more shape leave memory for a batch that runs without."""
+        if self._always or self._full:
+            return not self._full
+        needed, free = _FREE_PASSES * self._passes.memory(), _free_memory()
+        if needed > free:
+            self._full = True
+            log.info(
+                "CUDA graphs: %s, because %.1f GiB of memory are free, and two passes take %.1f",
+                f"no more than {len(self._graphs)}" if self._graphs else "off", free / 2**30, needed / 2**30,
+            )  # fmt: skip
+        return not self._full
 
     def _capture(self, shape: _Shape, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None) -> None:
         """Capture the graphs of a shape. Turns graphs off if that fails."""
@@ -236,14 +253,22 @@ def pad_sequences(batch: Batch) -> Batch:
     return {**batch, "cu_seqlens": pad(ends, (0, padded - sequences), mode="replicate")}
 
 
-class _HostTimer:
+def _free_memory() -> int:
+    """Bytes of the GPU that nobody uses."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+class _TimedPasses:
     """Compares the host's time for a forward pass with that of the GPU. A context manager around each pass."""
 
     def __init__(self) -> None:
         self._passes: list[tuple[float, torch.cuda.Event, torch.cuda.Event]] = []
         self._began = 0.0
+        self._allocated = 0
 
     def __enter__(self) -> None:
+        self._allocated = torch.cuda.memory_allocated()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         self._passes.append((0.0, event, torch.cuda.Event(enable_timing=True)))
@@ -255,10 +280,15 @@ class _HostTimer:
         ended.record()
 
     def host_share(self) -> float:
-        """The host's seconds over the GPU's, without the first pass, which compiles. Waits for the GPU."""
+        """The host's seconds over the GPU's, of the pass where that is least: in others the host may have compiled a
+        kernel. Waits for the GPU."""
         timed = self._passes[1:]
         timed[-1][2].synchronize()
-        return sum(host for host, _, _ in timed) / sum(began.elapsed_time(ended) / 1e3 for _, began, ended in timed)
+        return min(host / (began.elapsed_time(ended) / 1e3) for host, began, ended in timed)
+
+    def memory(self) -> int:
+        """Bytes that a forward and backward pass takes at its peak, beside what is there before."""
+        return torch.cuda.max_memory_allocated() - self._allocated
 
 
 @dataclass

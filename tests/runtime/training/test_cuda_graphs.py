@@ -1,5 +1,6 @@
 """CUDA graphs of a micro-batch: what runs with them, and, on a GPU, the same bits as without."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from tasks.runtime.data import collate
 from tasks.runtime.models import float8
 from tasks.runtime.models.attention.varlen_attention import add_cu_seqlens
 from tasks.runtime.models.build import build_model
+from tasks.runtime.objectives.objective import MicroBatchLoss
 from tasks.runtime.objectives.training_step import build_training_step
 from tasks.runtime.training import cuda_graphs
 from tasks.runtime.training.cuda_graphs import CudaGraphs, pad_sequences, unsupported_reason, with_cuda_graphs
@@ -162,6 +164,54 @@ def test_a_vision_language_model_has_none(tmp_path):
     spec = make_spec(tmp_path, "images", **sections)
     step = build_training_step(build_model(spec.model, spec.seed), spec, torch.device("cuda"))
     assert "other input than text" in unsupported_reason(step, spec, SimpleNamespace(device=torch.device("cuda")))
+
+
+class FakeEvent:
+    """Of a GPU that is where `at` says, in milliseconds."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def elapsed_time(self, other):
+        return other.at - self.at
+
+    def synchronize(self):
+        pass
+
+
+def test_a_kernel_compiled_in_a_timed_pass_does_not_make_the_host_slow():
+    """The GPU waits for the compiler, so such a pass looks as if the host took all of its time."""
+    passes = cuda_graphs._TimedPasses()
+    passes._passes = [(host, FakeEvent(0), FakeEvent(gpu)) for host, gpu in ((9, 9000), (2, 2010), (0.1, 300))]
+    assert passes.host_share() == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("free", "captured"), [([29], 0), ([31, 29], 1), ([31, 31], 2)], ids=["none fits", "one fits", "both fit"]
+)
+def test_graphs_leave_memory_for_batches_without(tmp_path, monkeypatch, caplog, free, captured):
+    """A pass takes 15 GiB; each shape is captured only if two passes are free."""
+    graphs = SimpleNamespace(is_valid=lambda: True, loss=lambda *batch, accumulates: torch.tensor(2.0))
+    made, left = [], [gib * 2**30 for gib in free]
+    monkeypatch.setattr(cuda_graphs._Graphs, "capture", lambda *arguments: made.append(arguments) or graphs)
+    monkeypatch.setattr(cuda_graphs, "_free_memory", lambda: left.pop(0))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    spec = make_spec(tmp_path, "memory", training={"cuda_graphs": "auto", "gradient_accumulation_steps": 5})
+    eager = SimpleNamespace(unit="token", micro_batch_loss=lambda *batch: MicroBatchLoss(torch.tensor(1.0), {}))
+    objective = CudaGraphs(eager, spec.training, None)
+    objective._passes = nullcontext()
+    objective._passes.memory, objective._passes.host_share = lambda: 15 * 2**30, lambda: 1.0
+    batches = [packed([12], [12]), packed([3] * 4, [12])]
+    with caplog.at_level("INFO"):
+        # The first step, whose end is when the optimizer takes its memory, and one micro-batch run without.
+        warmup = [objective.micro_batch_loss(None, batches[0], torch.tensor(1)).loss.item() for _ in range(6)]
+        losses = [
+            objective.micro_batch_loss(None, batch, torch.tensor(1)).loss.item() for _ in range(3) for batch in batches
+        ]
+    assert warmup == [1] * 6 and len(made) == captured
+    assert losses == {0: [1] * 6, 1: [1, 1, 2, 1, 2, 1], 2: [1, 1, 2, 2, 2, 2]}[captured]
+    told = {0: "off, because 29.0 GiB", 1: "no more than 1, because 29.0 GiB", 2: "on,"}[captured]
+    assert told in caplog.text
 
 
 RUNS = {
