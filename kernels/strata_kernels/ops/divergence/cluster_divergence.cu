@@ -98,6 +98,7 @@ __device__ __forceinline__ void wait(u64* barrier, u32 n) {
 }
 
 __device__ __forceinline__ void cluster_sync() {
+    __syncwarp(); // the warp's threads must arrive together
     asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
