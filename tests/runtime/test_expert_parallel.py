@@ -38,6 +38,7 @@ CELLS = {
     "hf": ("balanced", "hf", {"training": {"gradient_checkpointing": "full"}}),
     "lightning": ("balanced", "lightning", {}),
     "torch": ("balanced", "torch", {"training": {"gradient_checkpointing": "per_op"}}),
+    "context": ("balanced", "torch", {"context_parallel": 2, "training": {"gradient_accumulation_steps": 4}}),
     "rounded": ("rounded", "torch", {}),
     "adapted": ("adapted", "hf", {"training": {"gradient_checkpointing": "full"}}),
 }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tasks.runtime.data.dataset import IGNORE_INDEX, Batch, Row
+from tasks.runtime.data.dataset import IGNORE_INDEX, Batch, Row, text_tokens
 from tasks.runtime.process.ranks import Processes
 
 # The smallest `max_seqlen`. Flash attention starts a program for each block of that many queries.
@@ -35,9 +35,9 @@ def shard_batch(batch: Batch, processes: Processes) -> Batch:
     """This rank's tokens of a batch of whole rows.
 
     Beside them, the labels that they predict, which may be of a token elsewhere (`next_labels`); where in the row the
-    document of each begins (`sequence_starts`); and where documents end in the first and in the second of its chunks
-    (`cu_seqlens`, `late_cu_seqlens`), of which each may have another number. For attention over whole rows, both for
-    all tokens (`row_starts`, `row_cu_seqlens`), and `max_seqlen`.
+    document of each begins (`sequence_starts`); which are no padding (`text_tokens`); and where documents end in the
+    first and in the second of its chunks (`cu_seqlens`, `late_cu_seqlens`), of which each may have another number. For
+    attention over whole rows, both for all tokens (`row_starts`, `row_cu_seqlens`), and `max_seqlen`.
     """
     count = 2 * processes.cp_size
     length = batch["input_ids"].shape[1]
@@ -50,6 +50,7 @@ def shard_batch(batch: Batch, processes: Processes) -> Batch:
         "position_ids": positions,
         "next_labels": pad(batch["labels"][:, 1:], (0, 1 + filling[1]), value=IGNORE_INDEX),
         "sequence_starts": torch.arange(positions.shape[1]) - positions,
+        "text_tokens": pad(text_tokens(batch), filling),
     }
     parts = {
         name: torch.cat([tensor.chunk(count, dim=1)[number] for number in context_chunks(processes)], dim=1)

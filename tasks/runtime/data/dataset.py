@@ -298,6 +298,21 @@ def collate_flat(batch: list[Row]) -> Batch:
     return {name: torch.cat([row[name] for row in batch])[None] for name in batch[0]}
 
 
+def text_tokens(batch: Batch) -> Tensor:
+    """[B, T], true for tokens and false for padding: documents of one token, however often repeated, without any label.
+
+    Neither an id nor the end of a row tells padding: id 0 may be a text's last token, a tokenizer's padding have
+    another id, and rows be joined to one.
+    """
+    ids = batch["input_ids"]
+    starts = batch["position_ids"] == 0
+    starts[:, 0] = True
+    document = starts.flatten().cumsum(0) - 1
+    marked = (batch["labels"] != IGNORE_INDEX) | ((ids != ids.roll(1, 1)) & ~starts)
+    marks = torch.zeros(ids.numel(), device=ids.device).index_add(0, document, marked.flatten().float())
+    return (marks[document] > 0).view(ids.shape)
+
+
 def _require_no_media(batch: list[Row]) -> None:
     """Raise ValueError for rows with images or audio that were not removed before."""
     if any(name in row for row in batch for name in MEDIA_COLUMNS):

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tasks.runtime.data.dataset import IGNORE_INDEX, Batch
+from tasks.runtime.data.dataset import Batch, text_tokens
 from tasks.runtime.objectives.objective import model_inputs
 from tasks.runtime.process.ranks import Processes
 from tasks.runtime.process.rng import random_states, restore_random_states
@@ -153,15 +153,7 @@ def _probabilities(logits: Tensor) -> Tensor:
 
 
 def _tokens(batch: Batch) -> Tensor:
-    """[B · T], 1 for tokens and 0 for padding: documents of one token, however often repeated, without any label.
-
-    Neither an id nor the end of a row tells padding: id 0 may be a text's last token, a tokenizer's padding have
-    another id, and rows be joined to one.
-    """
-    ids = batch["input_ids"]
-    starts = batch["position_ids"] == 0
-    starts[:, 0] = True
-    document = starts.flatten().cumsum(0) - 1
-    marked = (batch["labels"] != IGNORE_INDEX) | ((ids != ids.roll(1, 1)) & ~starts)
-    marks = torch.zeros(ids.numel(), device=ids.device).index_add(0, document, marked.flatten().float())
-    return (marks[document] > 0).float()
+    """[B · T], 1 for tokens and 0 for padding."""
+    # A slice of a row doesn't show where its documents begin and end.
+    found = batch["text_tokens"] if "text_tokens" in batch else text_tokens(batch)
+    return found.flatten().float()

@@ -19,6 +19,7 @@ from tasks.runtime.models.build import build_model
 from tasks.runtime.objectives import build_objective, router_loss
 from tasks.runtime.objectives.router_loss import RouterLoss, causal_model
 from tasks.runtime.process.ranks import Processes
+from tests.runtime.helpers.train_forked import launch
 
 # Tokens, and how many of them have a label.
 ROWS = ((10, 7), (4, 2), (8, 1), (10, 3))
@@ -122,6 +123,10 @@ def test_padding_is_told_by_its_document_and_not_by_its_id(joined):
     expected = [1, 1, 1, 1, 0, 0, 0, 1, 1, *[0] * 5 * (not joined), 1, 1, 1, 1, 1, *[0] * 2 * (not joined)]
     found = router_loss._tokens((collate_flat if joined else collate)(rows))
     assert found.tolist() == expected
+
+
+def test_processes_that_share_rows_have_the_loss_of_whole_rows():
+    launch(module="tests.runtime.helpers.split_router_loss")
 
 
 def test_counting_draws_no_random_number_and_leaves_the_model_as_it_is(spec, model, rows):
