@@ -313,6 +313,49 @@ def test_hooks_on_the_projection_are_called(batch) -> None:
     assert len(seen) == LAYERS
 
 
+HOOKS = ["forward", "forward_pre", "full_backward", "full_backward_pre"]
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("path", ["model.layers.0.mlp.act_fn", "lm_head"])
+def test_hooks_that_were_added_after_patching(path, kind, batch) -> None:
+    """They are called as often as those of the plain model, whose loss and gradients stay the same."""
+    model, seen = build(), []
+    getattr(model.get_submodule(path), f"register_{kind}_hook")(lambda *_: seen.append(kind))
+    expected, calls = train(model, **batch), len(seen)
+    model.get_submodule(path).__dict__.update(
+        {name: type(hooks)() for name, hooks in vars(model.get_submodule(path)).items() if name.endswith("_hooks")}
+    )
+    patch_model(model)
+    getattr(model.get_submodule(path), f"register_{kind}_hook")(lambda *_: seen.append(kind))
+    torch.testing.assert_close(train(model, **batch), expected, atol=1e-6, rtol=1e-4)
+    assert calls == 1 and len(seen) == 2
+
+
+def test_activation_that_was_replaced_after_patching(batch) -> None:
+    model = build()
+    patch_model(model)
+    model.model.layers[0].mlp.act_fn = nn.Tanh()
+    given = train(model, **batch)
+    unpatch_model(model)
+    torch.testing.assert_close(given, train(model, **batch), atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("change", ["hook", "replaced"])
+def test_activation_of_experts_that_was_changed_after_patching(change, batch) -> None:
+    model, seen = build("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16), []
+    assert "experts" in patch_model(model).replaced
+    experts = model.model.layers[0].mlp.experts
+    if change == "hook":
+        experts.act_fn.register_forward_hook(lambda *_: seen.append(1))
+    else:
+        experts.act_fn = nn.Tanh()
+    given, called = train(model, **batch), len(seen)
+    assert bool(called) == (change == "hook")
+    unpatch_model(model)
+    torch.testing.assert_close(given, train(model, **batch), atol=1e-6, rtol=1e-4)
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning:transformers")  # of what peft calls
 def test_inside_peft(batch) -> None:
     peft = pytest.importorskip("peft")
@@ -502,8 +545,10 @@ def test_head_whose_call_does_more(attach, batch) -> None:
     patch_model(model)
     attach(model.lm_head)
     with pytest.raises(ValueError, match="does not call the output head"):
-        model(**batch)
+        model(**batch, head_loss=lambda *_: None)
+    given = model(**batch)
     unpatch_model(model)
+    torch.testing.assert_close(given.logits, model(**batch).logits)
     with pytest.raises(ValueError, match="does not call the output head"):
         patch_model(model, require_all=True)
     assert "does not call the output head" in patch_model(model).kept["linear_cross_entropy"][0]

@@ -23,6 +23,7 @@ from .forwards import (
     causal_lm_forward,
     mlp_forward,
     norm_forward,
+    unless_activation_changed,
     with_parameters_of,
     with_rope,
 )
@@ -266,7 +267,8 @@ def _forward(cls: Any, recipe: Recipe) -> Callable[..., Any]:
         case Norm():
             return with_parameters_of(cls.forward, norm_forward(recipe))
         case Mlp():
-            return with_parameters_of(cls.forward, mlp_forward(recipe))
+            fused = with_parameters_of(cls.forward, mlp_forward(recipe))
+            return unless_activation_changed(cls.forward, fused, recipe)
         case Experts():
             return with_parameters_of(cls.forward, experts_forward(cls.forward, recipe))
         case ExpertsAdapter():

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ..ops.experts.experts import experts
 from ..ops.experts.experts_arguments import LowRank
 from ..ops.head.vocabulary_parallel import is_dtensor
-from .structure import activation_function
+from .structure import activation_function, has_function, is_hooked
 from .table import Experts
 
 Forward = Callable[..., Any]
@@ -53,6 +53,11 @@ def experts_forward(original: Forward, recipe: Experts) -> Forward:
                 raise ValueError("adapters of experts need unsharded weights, but these are sharded")
             own: Tensor = original(self, hidden_states, top_k_index, top_k_weights)
             return own
+        activation = getattr(self, recipe.activation) if recipe.activation else None
+        # Hooks and activations that were set after patching are called.
+        if activation is not None and not adapters and (is_hooked(activation) or not has_function(activation)):
+            called: Tensor = original(self, hidden_states, top_k_index, top_k_weights)
+            return called
         return compute(self, hidden_states, top_k_index, top_k_weights, adapters, partial(getattr, self))
 
     def compute(

@@ -24,7 +24,7 @@ from ..ops.norm.layer_norm import layer_norm
 from ..ops.norm.rms_norm import rms_norm
 from ..ops.rotary.heads import Layout
 from ..ops.rotary.rope import rope
-from .structure import activate_and_project, activation_options, linear_head
+from .structure import activate_and_project, activation_options, is_hooked, linear_head, reason_to_call
 from .table import GATED, Head, Mlp, Norm, Rope
 
 Forward = Callable[..., Any]
@@ -77,6 +77,21 @@ def mlp_forward(mlp: Mlp) -> Forward:
         y = activate_and_project(partial(activate, self, x), getattr(self, mlp.down))
         # After the projection, because it may have a bias.
         return y * getattr(self, mlp.multiplier) if mlp.multiplier else y
+
+    return forward
+
+
+def unless_activation_changed(original: Forward, fused: Forward, mlp: Mlp) -> Forward:
+    """`fused`; `original` while the activation has hooks, which it would not call, or was replaced after patching."""
+    name = mlp.activation
+    if name is None:
+        return fused
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        activation = getattr(self, name)
+        changed = is_hooked(activation) or activation_options(mlp.operator, activation) is None
+        y: Tensor = (original if changed else fused)(self, *args, **kwargs)
+        return y
 
     return forward
 
@@ -285,6 +300,8 @@ def causal_lm_forward(original: Forward, recipe: Head) -> Forward:
         routed = head_loss is None and (getattr(config, "output_router_logits", False) if routed is None else routed)
         # A loss function set on the model after patching takes precedence.
         keeps_loss = labels is None or not skip_logits or hasattr(self, "_loss_function")
+        # So does a head that was changed after patching: hooks on it are called.
+        keeps_loss = keeps_loss or reason_to_call(getattr(self, recipe.head)) is not None
         if head_loss is None and (keeps_loss or (routed and not recipe.balanced)):
             return original(self, **kwargs)
         kwargs.pop("labels", None)

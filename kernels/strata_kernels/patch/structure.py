@@ -59,19 +59,29 @@ def linear_head(head: nn.Module) -> nn.Linear:
     Raises:
         ValueError: the head is not a plain linear layer, or has hooks.
     """
+    reason = reason_to_call(head)
+    if reason is not None:
+        raise ValueError(reason)
+    linear: Any = _in_use(head)
+    found: nn.Linear = linear
+    return found
+
+
+def reason_to_call(head: nn.Module) -> str | None:
+    """Why a loss cannot be computed from the weight of `head`, without calling it; None if it can."""
     linear = _in_use(head)
     if type(linear) is not nn.Linear:
-        raise ValueError(
+        return (
             f"linear_cross_entropy needs an output head that is a plain nn.Linear, not {type(linear).__name__}; "
             "leave the head out of the adapters or the quantization, or pass exclude=('linear_cross_entropy',)"
         )
     # The loss reads the head's weight without calling it, so hooks (offloading, weight_norm) would not run.
-    if any("forward" in m.__dict__ or m._forward_pre_hooks or m._forward_hooks for m in (head, linear)):
-        raise ValueError(
+    if is_hooked(head) or is_hooked(linear):
+        return (
             "linear_cross_entropy does not call the output head, which has hooks or a forward of its own; "
             "remove those, or pass exclude=('linear_cross_entropy',)"
         )
-    return linear
+    return None
 
 
 def _in_use(module: nn.Module) -> nn.Module:
@@ -166,16 +176,21 @@ def activation_options(operator: str, activation: nn.Module) -> dict[str, Any] |
     return None if function is None else _OPTIONS[operator].get(function)
 
 
+def has_function(activation: nn.Module) -> bool:
+    """Whether `experts` computes `activation`."""
+    return _function_of(activation) in get_args(Function)
+
+
 def activation_function(activation: nn.Module) -> Function:
     """The name of an activation in `experts`.
 
     Raises:
         ValueError: `experts` does not support it.
     """
-    function: Any = _function_of(activation)
-    if function in get_args(Function):
-        found: Function = function
-        return found
+    if has_function(activation):
+        found: Any = _function_of(activation)
+        function: Function = found
+        return function
     raise ValueError(f"experts computes {_names(get_args(Function))}, not {activation}")
 
 
