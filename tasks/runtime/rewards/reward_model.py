@@ -77,8 +77,9 @@ class RewardModel:
             # As the texts of training end.
             return ids if ids[-1:] == [end] else [*ids, end]
         chat = [*prompt, {"role": "assistant", "content": text}]
+        # Also as in training, with what a template writes after the last turn, such as a line break.
         rendered = self._tokenizer.apply_chat_template(chat, tokenize=False)
-        return list(self._tokenizer(str(rendered).rstrip(), add_special_tokens=False)["input_ids"])
+        return list(self._tokenizer(str(rendered), add_special_tokens=False)["input_ids"])
 
 
 def _frozen(name: str, device: torch.device) -> PreTrainedModel:

@@ -1,15 +1,20 @@
 """A reward model as a reward: its scores are those of each text alone."""
 
 import gc
+import json
+import shutil
 import weakref
 
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+from strata_platform.spec import DataRecipe, RunSpec
 from strata_platform.spec.sections.objectives import RewardTerm
+from tasks.runtime.data import fingerprint, prepare
 from tasks.runtime.rewards.reward_function import Answers
 from tasks.runtime.rewards.reward_model import RewardModel
+from tasks.runtime.run_folder.folder import data_folder
 from tests.runtime.helpers.pretrained_folder import save_pretrained
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -39,6 +44,46 @@ def test_scores_are_those_of_each_text_alone(folder):
         with torch.no_grad():
             expected.append(float(model(ids).logits))
     assert made.score(answers) == pytest.approx(expected, abs=1e-6)
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+def test_chats_are_scored_at_the_token_that_training_scores(folder, tmp_path):
+    """Of a template that ends turns with a line break, as ChatML does, that is the line break, in transformers too."""
+    shutil.copytree(folder, model := tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(model)
+    prompt, texts = [{"role": "user", "content": "Two and two?"}], ["Four", "Five or so"]
+    pairs = [{"prompt": prompt, **dict(zip(("chosen", "rejected"), ([answer(x)] for x in texts), strict=True))}] * 8
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    spec = RunSpec.model_validate(
+        {
+            "name": "reward",
+            "output": str(tmp_path),
+            "model": {"name": str(model)},
+            "data": {"source": str(tmp_path / "pairs.jsonl"), "sequence_length": 128},
+            "objective": {"type": "reward"},
+        }
+    )
+    recipe = DataRecipe.from_spec(spec, fingerprint(spec))
+    row = prepare(recipe, data_folder(spec.output, recipe), report=print).train()[0]
+    net = LlamaForSequenceClassification.from_pretrained(model)
+    expected = []
+    with torch.no_grad():
+        for side in (1, -1):
+            ids = row["input_ids"][row["sides"] == side][None]
+            hidden = net.model(ids).last_hidden_state
+            expected.append(float(net.score(hidden)[0, row["scored"][row["sides"] == side].bool(), 0]))
+            assert float(net(ids).logits) == pytest.approx(expected[-1], abs=1e-6)
+    given = Answers([prompt] * 2, texts, [[1]] * 2, [{}] * 2, ["row"] * 2)
+    found = RewardModel(RewardTerm(model=str(model)), 0, torch.device("cpu")).score(given)
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+def answer(text):
+    return {"role": "assistant", "content": text}
 
 
 def test_rewards_of_one_model_share_it_while_they_are_there(folder):
