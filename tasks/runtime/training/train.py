@@ -331,6 +331,9 @@ def _build_model(run: Session, resume_from: Path | None) -> tuple[PreTrainedMode
     packs = saves_frozen_weights(spec) or (spec.is_quantized and spec.parallel.type != "fsdp")
     reads = run.processes.is_main or packs
     model = build_model(spec.model, spec.seed, dtype=dtype) if reads else build_model_on_meta(spec.model, dtype=dtype)
+    if model.can_generate():
+        # Of config.json alone, a meta model has no end tokens of generation_config.json.
+        model.generation_config = run.processes.on_main(lambda: model.generation_config)
     if not resume_from:
         # Checked before quantization: quantized layers do not run on the CPU.
         run.processes.on_main(lambda: run_checks("rank 0", "weights", spec=spec, model=model))

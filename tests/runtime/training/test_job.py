@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from strata_platform.spec import RunSpec
 from tasks.runtime import checkpoint
@@ -17,6 +18,7 @@ from tasks.runtime.run_folder.folder import RunFolder
 from tasks.runtime.training.early_stopping import EarlyStopping
 from tasks.runtime.training.job import Job
 from tasks.runtime.training.step_guard import RollBack, StepGuard
+from tests.runtime.helpers.train_forked import launch
 from tests.runtime.helpers.train_only import train_spec
 
 
@@ -103,3 +105,11 @@ def test_the_head_is_spared_what_predicts_nothing(tmp_path, monkeypatch, framewo
     assert len(seen) == 8 and len(set(seen)) > 2
     assert all(targets <= most <= targets + positions // 8 for targets, positions, most in seen)
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_all_processes_end_answers_with_the_tokens_of_generation_config(tmp_path):
+    """Only rank 0 reads the weights, and with them transformers reads generation_config.json."""
+    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=16)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7], "max_new_tokens": 5}))
+    launch(tmp_path, module="tests.runtime.helpers.end_tokens_of_ranks")
