@@ -63,12 +63,12 @@ def test_chats_are_scored_at_the_token_that_training_scores(folder, tmp_path):
             "name": "reward",
             "output": str(tmp_path),
             "model": {"name": str(model)},
-            "data": {"source": str(tmp_path / "pairs.jsonl"), "sequence_length": 128},
+            "data": {"source": str(tmp_path / "pairs.jsonl"), "sequence_length": 64},
             "objective": {"type": "reward"},
         }
     )
     recipe = DataRecipe.from_spec(spec, fingerprint(spec))
-    row = prepare(recipe, data_folder(spec.output, recipe), report=print).train()[0]
+    row = prepare(recipe, data_folder(spec.output, recipe), report=print).train[0]
     net = LlamaForSequenceClassification.from_pretrained(model)
     expected = []
     with torch.no_grad():
