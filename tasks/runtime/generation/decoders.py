@@ -65,6 +65,7 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel, prompts: Sequence[tuple[int, ...]], pad_token_id: int) -> None:
         self._model, device = model, model.device
+        self._unpadded = needs_equal_lengths(model)
         numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
         longest = max(map(len, numbers))
         ids = torch.full((len(numbers), longest), pad_token_id)
@@ -92,9 +93,11 @@ class Decoder:
 
     def _append(self, tokens: Tensor) -> Tensor:
         self.mask = torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], dim=1)
-        return self._forward(tokens[:, None], self.mask, self.mask.sum(-1, keepdim=True) - 1)
+        # Mamba's layers would multiply the one token by the mask of all.
+        mask = None if self._unpadded else self.mask
+        return self._forward(tokens[:, None], mask, self.mask.sum(-1, keepdim=True) - 1)
 
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+    def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor) -> Tensor:
         return last_logits(self._model, self.cache, input_ids=ids, attention_mask=mask, position_ids=positions)
 
     def _keep_in_cache(self, rows: Tensor) -> None:

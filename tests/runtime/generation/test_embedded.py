@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from strata_kernels.patch.engine import patch_model
 from strata_platform.spec.sections.training import Training
 from tasks.runtime.generation import EmbeddedGenerator, Request, Sampling
-from tasks.runtime.generation.decoders import supports_static_cache
+from tasks.runtime.generation.decoders import Decoder, supports_static_cache
 from tasks.runtime.models.activations.activation_checkpointing import checkpoint_activations
 from tasks.runtime.models.attention.varlen_attention import has_varlen_attention, set_varlen_attention
 from tests.runtime.helpers.hybrid_families import SIZES, build_family
@@ -83,6 +83,18 @@ def test_greedy_answers_of_other_kinds_of_caches_are_those_of_transformers(famil
     model = build(family, **WINDOW) if family == "gemma3_text" else build_family(family)
     assert not supports_static_cache(model)
     assert ids(generator(model).generate(requests(), GREEDY)) == of_transformers(model)
+
+
+@pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "mamba2", "qwen3_next"])
+def test_logits_of_recurrent_layers_are_those_of_a_forward_pass_without_a_cache(family):
+    """A layer of Mamba multiplies the tokens that it gets by the whole mask it gets."""
+    model = build_family(family).eval()
+    prompts, answers = [(5, 6, 7), (9, 8, 31)], torch.tensor([[11, 12, 13, 14], [21, 22, 23, 24]])
+    with torch.no_grad():
+        whole = model(torch.cat([torch.tensor(prompts), answers], dim=1), use_cache=False).logits
+        decoder = Decoder(model, prompts, 0)
+        found = [decoder.first_logits, *(decoder._append(tokens) for tokens in answers.T)]
+    torch.testing.assert_close(torch.stack(found, dim=1), whole[:, 2:], atol=4e-6, rtol=0)
 
 
 def test_the_cache_has_a_fixed_size_once_the_model_is_on_a_gpu(monkeypatch):
