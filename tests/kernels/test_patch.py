@@ -555,6 +555,29 @@ def test_head_whose_call_does_more(attach, batch) -> None:
     assert model(**batch).logits is not None
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_head_that_torchao_quantized(when, batch) -> None:
+    """The loss is that of the quantized head, in plain transformers."""
+    quantization = pytest.importorskip("torchao.quantization")
+    model = build()
+
+    def quantize() -> None:
+        quantization.quantize_(
+            model, quantization.Int8WeightOnlyConfig(), filter_fn=lambda _, name: name.endswith("lm_head")
+        )
+
+    if when == "before":
+        quantize()
+    report = patch_model(model)
+    if when == "after":
+        quantize()
+    else:
+        assert "a plain weight, not Int8Tensor" in report.kept["linear_cross_entropy"][0]
+    given = model(**batch).loss
+    unpatch_model(model)
+    torch.testing.assert_close(given, model(**batch).loss, atol=1e-6, rtol=1e-4)
+
+
 def test_class_derived_from_a_patched_one() -> None:
     model = build()
     patch_model(model)

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..ops.experts.experts_arguments import Function
 
@@ -75,6 +76,11 @@ def reason_to_call(head: nn.Module) -> str | None:
             f"linear_cross_entropy needs an output head that is a plain nn.Linear, not {type(linear).__name__}; "
             "leave the head out of the adapters or the quantization, or pass exclude=('linear_cross_entropy',)"
         )
+    if _is_quantized(linear.weight):
+        return (
+            f"linear_cross_entropy needs an output head with a plain weight, not {type(linear.weight).__name__}; leave "
+            "the head out of the quantization, or pass exclude=('linear_cross_entropy',)"
+        )
     # The loss reads the head's weight without calling it, so hooks (offloading, weight_norm) would not run.
     if is_hooked(head) or is_hooked(linear):
         return (
@@ -82,6 +88,12 @@ def reason_to_call(head: nn.Module) -> str | None:
             "remove those, or pass exclude=('linear_cross_entropy',)"
         )
     return None
+
+
+def _is_quantized(weight: Tensor) -> bool:
+    """Whether a weight, or its shard, is of a class with its own products, such as torchao's quantized ones."""
+    plain = getattr(weight, "_local_tensor", weight)
+    return is_traceable_wrapper_subclass(plain)
 
 
 def _in_use(module: nn.Module) -> nn.Module:
