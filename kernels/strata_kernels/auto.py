@@ -33,8 +33,12 @@ class AutoModelForCausalLM(transformers.AutoModelForCausalLM):  # type: ignore[m
 
     @classmethod
     def from_pretrained(cls, *args: Any, exclude: Iterable[str] = (), **kwargs: Any) -> Any:
-        """Load a model and patch it."""
-        return _patched(super().from_pretrained(*args, **kwargs), exclude)
+        """Load a model and patch it. With `output_loading_info=True`, a tuple of the model and this information."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        if isinstance(loaded, tuple):
+            model, information = loaded
+            return _patched(model, exclude), information
+        return _patched(loaded, exclude)
 
     @classmethod
     def from_config(cls, *args: Any, exclude: Iterable[str] = (), **kwargs: Any) -> Any:

@@ -24,6 +24,14 @@ def test_from_config_and_from_pretrained(tmp_path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
 
 
+def test_loading_info(tmp_path) -> None:
+    """As in transformers, it comes beside the model."""
+    LlamaForCausalLM(AutoConfig.for_model("llama", **SIZES)).save_pretrained(tmp_path)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(model) is not LlamaForCausalLM and isinstance(model, LlamaForCausalLM)
+    assert info == LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)[1]
+
+
 def test_family_without_a_row() -> None:
     config = AutoConfig.for_model("gpt2", n_embd=8, n_layer=1, n_head=2, vocab_size=20)
     model = AutoModelForCausalLM.from_config(config)
