@@ -4,6 +4,7 @@ Its argument is the number of a socket. Over it the process gets requests as JSO
 function is other people's code, and nothing that its process sends is unpickled.
 """
 
+import asyncio
 import inspect
 import json
 import math
@@ -12,7 +13,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Awaitable, Callable, Mapping, Set
+from functools import cache
 from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
@@ -67,6 +69,8 @@ def parameters(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[
 def call(function: Callable[..., Any], values: dict[str, Any], arguments: dict[str, Any], count: int) -> list[Any]:
     """The rewards of `count` answers, each a finite number or None. Raises what the function raises."""
     rewards = function(**values, **arguments)
+    if inspect.isawaitable(rewards):
+        rewards = _loop().run(_result(rewards))
     if isinstance(rewards, str | bytes | Mapping | Set):
         # Their items can be read as numbers, or are in another order than the answers.
         raise NoRewardsError(f"it returned {type(rewards).__name__} {rewards!r:.80}, not a list of numbers")
@@ -80,6 +84,16 @@ def call(function: Callable[..., Any], values: dict[str, Any], arguments: dict[s
     if bad:
         raise ValueError(f"it returned {bad[0]}, which is not a finite number")
     return found
+
+
+@cache
+def _loop() -> asyncio.Runner:
+    """One event loop for all calls, as in TRL: a client that a module keeps belongs to the loop of its first call."""
+    return asyncio.Runner()
+
+
+async def _result(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
 
 
 def _number(reward: Any) -> float:

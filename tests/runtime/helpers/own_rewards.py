@@ -1,5 +1,6 @@
 """Reward functions of a user's, for tests."""
 
+import asyncio
 import os
 import subprocess
 import time
@@ -91,3 +92,30 @@ def leaves_processes(completions, folder, **columns):
     for new in (False, True):
         subprocess.Popen(["sleep", "600"], cwd=folder, start_new_session=new)
     time.sleep(60)
+
+
+async def waits(completions, wanted):
+    """Scores all answers at once, as one that asks a judge does."""
+
+    async def of(text, right):
+        await asyncio.sleep(0.01)
+        return float(text == right)
+
+    return await asyncio.gather(*map(of, completions, wanted))
+
+
+class Waiting:
+    async def __call__(self, completions, wanted):
+        return await waits(completions, wanted)
+
+
+waiting = Waiting()
+
+
+async def waits_and_fails_for_b(prompts, completions):
+    await asyncio.sleep(0)
+    return fails_for_b(prompts, completions)
+
+
+async def waits_too_long(completions):
+    await asyncio.sleep(60)

@@ -1,5 +1,6 @@
 """Functions of a user's in processes of their own: what they get, and what is said of those that fail."""
 
+import asyncio
 import os
 import sys
 from contextlib import suppress
@@ -10,6 +11,7 @@ import pytest
 
 from strata_platform.spec.sections.objectives import RewardTerm
 from tasks.runtime.rewards.reward_function import Answers, RewardFunction
+from tests.runtime.helpers import own_rewards
 
 OWN = "tests.runtime.helpers.own_rewards:"
 ANSWERS = Answers(
@@ -43,6 +45,18 @@ def test_a_function_gets_the_columns_that_it_takes():
     assert score("varied") == [(sum(map(ord, text)) % 7) / 7 + 0.05 * len(text) for text in ANSWERS.completions]
     ones, none = score("rounded"), score("rounded", arguments={"least": 2})
     assert ones != none == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["waits", "waiting"])
+def test_what_an_async_function_returns_is_awaited(name):
+    assert score(name) == asyncio.run(getattr(own_rewards, name)(ANSWERS.completions, ["one", "x", "three"]))
+
+
+def test_an_async_function_has_the_same_time_and_errors_as_others():
+    with pytest.raises(ValueError, match=r"for rows.jsonl:2, answer 'two': KeyError: 'no b'"):
+        score("waits_and_fails_for_b")
+    with pytest.raises(ValueError, match=r"took more than 1 s for 3 answers"):
+        score("waits_too_long", seconds=1)
 
 
 def test_what_a_function_does_not_get_is_no_column_that_it_may_need():
