@@ -10,6 +10,8 @@ import io
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from strata_platform.spec.sections.data import Data
 from tasks.runtime.data.media.kinds import IMAGE, MediaCounts
 from tasks.runtime.data.media.media_files import content_of
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 # Others run programs (EPS) or are no pictures.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+# Pillow reads gray of 16 bits in these formats as 32 bits with the same values.
+_GRAY_16_BITS = ("PNG", "PPM")
 
 
 class ImageReader:
@@ -73,6 +77,10 @@ def open_picture(content: bytes) -> Image.Image:
             with Image.open(io.BytesIO(content), formats=_FORMATS) as opened:
                 opened.load()
                 picture = ImageOps.exif_transpose(opened)
+                if opened.mode.startswith("I;16") or (opened.mode == "I" and opened.format in _GRAY_16_BITS):
+                    # Pillow's own conversion clips at 255.
+                    shades = np.asarray(picture).astype(np.float32) / 65535 * 255
+                    picture = Image.fromarray(shades.round().astype(np.uint8))
                 return picture.convert("RGB")
     # A damaged file causes errors of any type.
     except Exception as error:

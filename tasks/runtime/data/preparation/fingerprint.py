@@ -91,6 +91,9 @@ def _digest(recipe: DataRecipe, source: Source) -> str:
         with naming_file(str(folder), field="model.tokenizer" if recipe.tokenizer else "model.name"):
             require_regular_files(folder)
         parts += [_file_digest(path) for pattern in TOKENIZER_FILES for path in sorted(folder.glob(pattern))]
+    if recipe.data.image_max_pixels is not None:
+        # Images that it made smaller were stored clipped by earlier versions.
+        parts.append("gray of 16 bits is scaled")
     if is_own(recipe.data.format):
         parts.append(f"format {own_digest(recipe.data)}")
     template = recipe.data.chat_template or ""

@@ -6,6 +6,7 @@ import http.server
 import io
 import threading
 
+import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image
@@ -30,6 +31,15 @@ def saved(picture, kind, **options):
     file = io.BytesIO()
     picture.save(file, kind, **options)
     return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+def test_gray_of_16_bits_keeps_its_shades(kind):
+    """By the plain formula; Pillow's own conversion makes all but the darkest 255 shades white."""
+    shades = np.arange(0, 65536, 16, dtype=np.uint16).reshape(64, 64)
+    picture = open_picture(saved(Image.fromarray(shades), kind))
+    expected = np.round(shades / 65535 * 255)
+    assert picture.mode == "RGB" and np.array_equal(np.asarray(picture), np.stack([expected] * 3, axis=-1))
 
 
 @pytest.fixture
