@@ -27,6 +27,7 @@ from tasks.runtime.models.media.media_inputs import sample_inputs, with_model_in
 from tasks.runtime.models.score_head import score_positions
 from tasks.runtime.models.trained_weights import build_initial_model, build_trained_model
 from tasks.runtime.objectives import build_validation_objective
+from tasks.runtime.objectives.rollout import end_tokens
 from tasks.runtime.objectives.validation_loss import validation_means
 from tasks.runtime.parallel.whole_model import WholeModel
 from tasks.runtime.process.log import indented
@@ -193,7 +194,7 @@ def generate(
             max_new_tokens=max_new_tokens,
             do_sample=False,
             use_cache=True,
-            eos_token_id=list(data.manifest.stop_token_ids) or None,
+            eos_token_id=list(end_tokens(model, data)) or None,
             pad_token_id=data.manifest.pad_token_id,
         ),
     )

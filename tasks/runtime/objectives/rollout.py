@@ -33,16 +33,21 @@ from tasks.runtime.rewards.scoring import Rewards
 WhileTraining = Callable[[Sequence[Request], Sampling], list[Sample] | None]
 
 
-def sampling_of(generation: Generation, data: PreparedData, model: PreTrainedModel, **changes: Any) -> Sampling:
-    """How answers are drawn. They end with the tokens of the data, or of the model's own generation."""
+def end_tokens(model: PreTrainedModel, data: PreparedData) -> tuple[int, ...]:
+    """The tokens that end an answer: those of the data, and of the model's own generation."""
     own = getattr(model.generation_config, "eos_token_id", None)
     ends = own if isinstance(own, list) else [] if own is None else [own]
+    return tuple(sorted({*data.manifest.stop_token_ids, *ends}))
+
+
+def sampling_of(generation: Generation, data: PreparedData, model: PreTrainedModel, **changes: Any) -> Sampling:
+    """How answers are drawn. They end with the tokens of the data, or of the model's own generation."""
     values: dict[str, Any] = {
         "max_new_tokens": generation.max_new_tokens,
         "temperature": generation.temperature,
         "top_k": generation.top_k,
         "top_p": generation.top_p,
-        "stop_token_ids": tuple(sorted({*data.manifest.stop_token_ids, *ends})),
+        "stop_token_ids": end_tokens(model, data),
         "stop_strings": generation.stop,
     }
     return Sampling(**values | changes)

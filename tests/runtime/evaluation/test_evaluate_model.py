@@ -4,6 +4,8 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from strata_platform import progress_line
 from strata_platform.spec import RunSpec
@@ -40,3 +42,18 @@ def test_a_loss_that_was_0_is_told_without_its_change(tmp_path, monkeypatch, cap
     with caplog.at_level(logging.INFO):
         evaluate_model.evaluate(RunSpec(), CompletionRecord.model_construct(status="complete", steps=1), data, tmp_path)
     assert caplog.messages == [f"validation loss {told}"]
+
+
+def test_samples_end_with_the_end_tokens_of_the_model_too():
+    """As answers in training do; transformers' own `generate` ends with those of generation_config.json."""
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+    model, prompt = LlamaForCausalLM(config).eval(), torch.tensor([[5, 6, 7]])
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    whole = model.generate(prompt, eos_token_id=31, **options)[0, 3:].tolist()
+    model.generation_config.eos_token_id = [30, whole[2]]
+    expected = model.generate(prompt, **options)[0, 3:].tolist()
+    data = SimpleNamespace(manifest=SimpleNamespace(stop_token_ids=(31,), pad_token_id=0))
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: ids.tolist())
+    found = evaluate_model.generate(model, tokenizer, SimpleNamespace(prompt_ids=(5, 6, 7), media=()), data, 8)
+    assert found == str(expected) and len(expected) < len(whole)
