@@ -22,12 +22,12 @@ from tasks.runtime.data.media.audio_files import AudioReader, Sound, open_sound,
 from tasks.runtime.data.media.image_files import ImageReader, open_picture, png_of
 from tasks.runtime.data.media.kinds import AUDIO, IMAGE, MediaCounts, Medium
 from tasks.runtime.data.media.media_packing import require_separate_media
+from tasks.runtime.data.preparation.tokenizer_files import PROCESSOR_FILES
 from tasks.runtime.process.errors import Unreachable
 from tasks.runtime.process.hub import asking_hub
 
 # Sizes of images or audio whose texts are kept.
 _REMEMBERED = 4096
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 def processor_of(recipe: DataRecipe, tokenizer: PreTrainedTokenizerBase) -> Callable[[Medium], MediaProcessor] | None:

@@ -14,7 +14,7 @@ from strata_platform.spec.sections.data import Data, is_template_file
 from tasks.runtime.data.chat.prompt_template import template_file
 from tasks.runtime.data.chat.template_source import readable_template
 from tasks.runtime.data.formats.own_format import is_own, own_digest
-from tasks.runtime.data.preparation.tokenizer_files import TOKENIZER_FILES
+from tasks.runtime.data.preparation.tokenizer_files import PROCESSOR_FILES, TOKENIZER_FILES
 from tasks.runtime.data.prepared_manifest import VERSION
 from tasks.runtime.data.reading.readers import naming_file
 from tasks.runtime.data.reading.sources import Files, HubDataset, Source, open_source
@@ -23,9 +23,9 @@ from tasks.runtime.data.reading.sources import Files, HubDataset, Source, open_s
 def fingerprint(spec: RunSpec) -> str:
     """Digest of the contents that preparing `spec`'s data reads, for `DataRecipe.from_spec(spec, fingerprint)`.
 
-    It covers the contents of local files (data, tokenizer, templates) and the code of a format of your own; size,
-    ETag and time of remote files; the commit of a Hub dataset; Python's version and library source for the built-in
-    data. A tokenizer on the Hub counts by name and revision.
+    It covers the contents of local files (data, tokenizer, processor, templates) and the code of a format of your own;
+    size, ETag and time of remote files; the commit of a Hub dataset; Python's version and library source for the
+    built-in data. A tokenizer on the Hub counts by name and revision.
 
     Raises:
         ValueError: the source is not found or cannot be read.
@@ -91,6 +91,8 @@ def _digest(recipe: DataRecipe, source: Source) -> str:
         with naming_file(str(folder), field="model.tokenizer" if recipe.tokenizer else "model.name"):
             require_regular_files(folder)
         parts += [_file_digest(path) for pattern in TOKENIZER_FILES for path in sorted(folder.glob(pattern))]
+    # The processor of images or audio is the model's, also with a tokenizer from elsewhere.
+    parts += [_file_digest(path) for file in PROCESSOR_FILES if (path := Path(recipe.model) / file).is_file()]
     if recipe.data.image_max_pixels is not None:
         # Images that it made smaller were stored clipped by earlier versions.
         parts.append("gray of 16 bits is scaled")

@@ -538,6 +538,20 @@ def test_fingerprint_follows_the_contents(tmp_path: Path) -> None:
         assert fingerprint(spec) != before
 
 
+def test_fingerprint_follows_the_settings_of_the_models_processor(tmp_path: Path) -> None:
+    """Also beside a tokenizer from another folder."""
+    _jsonl(tmp_path / "a.jsonl", PAIRS)
+    for name in ("tokenizer", "model"):
+        (tmp_path / name).mkdir()
+    model = {"name": str(tmp_path / "model"), "tokenizer": str(tmp_path / "tokenizer")}
+    spec = RunSpec.model_validate({"data": {"source": str(tmp_path / "a.jsonl")}, "model": model})
+    seen = [fingerprint(spec)]
+    for settings in ('{"size": 224}', '{"size": 448}'):
+        (tmp_path / "model" / "preprocessor_config.json").write_text(settings)
+        seen.append(fingerprint(spec))
+    assert len(set(seen)) == 3
+
+
 # What sounds and pictures are: nobody listens to them.
 RAW = {"bytes": b"-", "path": None}
 
