@@ -118,12 +118,17 @@ def _filled(messages: list[Message], medium: Medium, row: Row, data: Data) -> li
     column, values = _of_column(row, data, medium)
     if values:
         messages = [_marked(message, medium) for message in messages]
+    elif column and (marks := sum(_marks(message, medium) for message in messages)):
+        raise RowError(
+            f"{row.where}: column {column!r} has no {medium.several}, but the messages have {marks} places for them, "
+            f"{medium.mark}; correct one of them, or name {column!r} in data.ignore_columns if that is text"
+        )
     places = sum(value is None for message in messages for value in _values(message, medium))
     if values and not places:
         messages, places = _first_in_question(messages, len(values), medium, row), len(values)
     if places != len(values):
         has = (
-            f"column {column!r} has {len(values)} {medium.several}" if column
+            f"column {column!r} has {len(values)} {medium.several}" if values
             else f"there is no column of {medium.several}"
         )  # fmt: skip
         raise RowError(f"{row.where}: {has}, but the messages have {places} places for them; correct one of them")
@@ -144,24 +149,33 @@ def _with_values(message: Message, medium: Medium, values: list[Any], **changes:
 
 
 def _of_column(row: Row, data: Data, medium: Medium) -> tuple[str, list[Any]]:
+    """(the row's column of a medium, or an empty one, or ''; its values)."""
+    empty = ""
     for column in media_columns(data, medium):
         value = row.fields().get(column)
-        if column in data.ignore_columns or value is None or value == []:
+        if column in data.ignore_columns or column not in row.fields():
+            continue
+        if value is None or value == []:
+            empty = empty or column
             continue
         values = value if isinstance(value, list) else [value]
         if missing := [number for number, one in enumerate(values, start=1) if one is None]:
             raise RowError(f"{row.where}: {medium.name} {missing[0]} of column {column!r} is null")
         return column, values
-    return "", []
+    return empty, []
+
+
+def _marks(message: Message, medium: Medium) -> int:
+    """How many marks of a text are places; none beside parts that are."""
+    return 0 if _values(message, medium) else message.get("content", "").count(medium.mark)
 
 
 def _marked(message: Message, medium: Medium) -> Message:
     """The message, in whose text marks have become places."""
-    content = message.get("content", "")
-    if medium.mark not in content or _values(message, medium):
+    if not (marks := _marks(message, medium)):
         return message
-    marked = content.replace(medium.mark, medium.stand_in)
-    return _with_values(message, medium, [None] * content.count(medium.mark), content=marked)
+    marked = message["content"].replace(medium.mark, medium.stand_in)
+    return _with_values(message, medium, [None] * marks, content=marked)
 
 
 def _first_in_question(messages: list[Message], count: int, medium: Medium, row: Row) -> list[Message]:

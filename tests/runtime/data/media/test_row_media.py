@@ -141,6 +141,8 @@ def test_prepared_parts_have_the_images_of_the_whole(prepared, monkeypatch):
             {"messages": ASKED, "images": ["a.png", "b.png"]},
             "column 'images' has 2 images, but the messages have 1 places",
         ),
+        ({"messages": ASKED, "images": []}, "column 'images' has no images, but the messages have 1 places for them"),
+        ({"messages": ASKED, "image": None}, "column 'image' has no images, but the messages have 1 places for them"),
         ({"messages": ASKED, "images": ["none.png"]}, "line 1: image 'none.png' cannot be read"),
         ({"messages": ASKED, "images": [None]}, "image 1 of column 'images' is null"),
         (
