@@ -324,7 +324,7 @@ def internvl(folder, *, hidden=64, seed=0):
     tokenizer = tokenizer_with((), "<IMG_CONTEXT>\n", **named)
     size = {"height": 16, "width": 16}
     processor = InternVLProcessor(
-        image_processor=GotOcr2ImageProcessor(size=size, crop_to_patches=True, min_patches=1, max_patches=4),
+        image_processor=GotOcr2ImageProcessor(size=size, min_patches=1, max_patches=4),
         tokenizer=tokenizer,
         video_processor=InternVLVideoProcessor(size=size),
         image_seq_length=4,

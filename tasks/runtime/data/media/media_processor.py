@@ -251,7 +251,12 @@ class ImageProcessor(MediaProcessor):
 
     def inputs(self, opened: list[list[Any]]) -> dict[str, Any]:
         """Pixels, and their sizes or masks."""
-        return dict(self._processor.image_processor(opened, return_tensors="pt"))
+        # The settings with which the whole processor calls that of images, and counts the tokens: InternVL's cuts an
+        # image into tiles, whatever preprocessor_config.json says.
+        settings = {**getattr(self._processor, "images_kwargs", {}), "return_tensors": "pt"}
+        unused = getattr(self._processor, "unused_input_names", ())
+        found = self._processor.image_processor(opened, **settings)
+        return {name: value for name, value in found.items() if name not in unused}
 
     def _example(self) -> tuple[bytes, Any]:
         from PIL import Image
