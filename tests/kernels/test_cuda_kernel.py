@@ -81,3 +81,14 @@ def test_where_it_cannot_be_compiled_the_triton_kernel_runs(monkeypatch: pytest.
         assert cluster_divergence.resident_clusters(device, CLUSTER=2) == 0
     with stub_driver(target_of("sm_80")):
         assert cluster_divergence.resident_clusters(device, CLUSTER=4) == 0
+
+
+@pytest.mark.skipif(find_spec("cuda.bindings") is None, reason="not installed")
+def test_a_baked_cache_without_it_that_is_read_only_leaves_the_triton_kernel(monkeypatch, tmp_path: Path) -> None:
+    """As of an image that was baked without `cuda.bindings`."""
+    (cache := tmp_path / "baked").touch()  # No folder can be made in a file, not even by root.
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    with knobs.cache.scope(), stub_driver(target_of("sm_90")):
+        knobs.cache.dir = str(cache)
+        with pytest.warns(UserWarning, match="a slower kernel is: .*Not a directory"):
+            assert cluster_divergence.resident_clusters(torch.device("cuda", 78), CLUSTER=2) == 0

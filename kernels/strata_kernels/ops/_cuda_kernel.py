@@ -129,7 +129,7 @@ def _resident_clusters(kernel: CudaKernel, device: torch.device, constants: tupl
             return 0
         try:
             return kernel.compile(dict(constants)).clusters()
-        except (RuntimeError, ImportError) as error:
+        except (RuntimeError, ImportError, OSError) as error:
             warnings.warn(f"{kernel.__name__} cannot be used, a slower kernel is: {error}", stacklevel=2)
             return 0
 
