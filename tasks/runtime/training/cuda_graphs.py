@@ -123,6 +123,7 @@ class CudaGraphs:
         self._graphs: dict[_Shape, _Graphs] = {}
         self._off = self._full = False
         self._pool: Any = None
+        self._stream: Any = None
 
     def prepare(self, context: ObjectiveContext) -> PreparedData:
         """As the objective."""
@@ -200,25 +201,26 @@ class CudaGraphs:
 
     def _fits(self) -> bool:
         """Whether the graphs of one more shape leave memory for a batch that runs without."""
-        if self._always or self._full:
-            return not self._full
-        needed, free = _FREE_PASSES * self._passes.memory(), _free_memory()
-        if needed > free:
-            self._full = True
-            log.info(
-                "CUDA graphs: %s, because %.1f GiB of memory are free, and two passes take %.1f",
-                f"no more than {len(self._graphs)}" if self._graphs else "off", free / 2**30, needed / 2**30,
-            )  # fmt: skip
+        if not (self._always or self._full):
+            needed, free = _FREE_PASSES * self._passes.memory(), _free_memory()
+            self._full = needed > free
+            if self._full:
+                log.info(
+                    "CUDA graphs: %s, because %.1f GiB of memory are free, and two passes take %.1f",
+                    f"no more than {len(self._graphs)}" if self._graphs else "off", free / 2**30, needed / 2**30,
+                )  # fmt: skip
         return not self._full
 
     def _capture(self, shape: _Shape, model: nn.Module, batch: Batch, items: Tensor, max_targets: int | None) -> None:
         """Capture the graphs of a shape. Turns graphs off if that fails."""
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+            # The allocator uses memory again only on the stream that had it: another stream for each shape would have
+            # memory of its own in the same pool.
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         try:
             with self._context():
                 self._graphs[shape] = _Graphs.capture(
-                    self._objective, model, batch, items, max_targets, self._pool, self._sums
+                    self._objective, model, batch, items, max_targets, self._pool, self._stream, self._sums
                 )
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
@@ -323,6 +325,7 @@ class _Graphs:
         items: Tensor,
         max_targets: int | None,
         pool: Any,
+        stream: torch.cuda.Stream,
         sums: GradientSums | None,
     ) -> _Graphs:
         """Capture both passes of `batch`, whose kernels are compiled. Gradients of `model` stay as they are."""
@@ -331,7 +334,6 @@ class _Graphs:
         inputs = {name: tensor.clone() for name, tensor in batch.items()}
         items = items.clone()
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
         # Other threads, which load data and save checkpoints, may use the GPU in the meantime.
         options: dict[str, Any] = {"pool": pool, "stream": stream, "capture_error_mode": "thread_local"}
         try:
