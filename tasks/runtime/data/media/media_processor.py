@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from functools import cache
@@ -251,9 +252,7 @@ class ImageProcessor(MediaProcessor):
 
     def inputs(self, opened: list[list[Any]]) -> dict[str, Any]:
         """Pixels, and their sizes or masks."""
-        # The settings with which the whole processor calls that of images, and counts the tokens: InternVL's cuts an
-        # image into tiles, whatever preprocessor_config.json says.
-        settings = {**getattr(self._processor, "images_kwargs", {}), "return_tensors": "pt"}
+        settings = {**_image_settings(self._processor), "return_tensors": "pt"}
         unused = getattr(self._processor, "unused_input_names", ())
         found = self._processor.image_processor(opened, **settings)
         return {name: value for name, value in found.items() if name not in unused}
@@ -286,6 +285,18 @@ class ImageProcessor(MediaProcessor):
                 height, width = (int(patches) * patch + patch * merged / 2 for patches in grid)
                 self._reduced[picture.size] = height < picture.height or width < picture.width
         return [str(one["replacement"]) for one in encoded["text_replacement_offsets"][0]]
+
+
+def _image_settings(processor: Any) -> dict[str, Any]:
+    """The settings with which the whole processor calls that of images, and counts the tokens.
+
+    InternVL's cuts an image into tiles, whatever preprocessor_config.json says.
+    """
+    kind = type(processor)
+    # Where transformers 5.17 has them; later versions warn of the name.
+    options = vars(sys.modules[kind.__module__]).get(f"{kind.__name__}Kwargs")
+    defaults: dict[str, Any] = getattr(options, "_defaults", {}).get("images_kwargs", {})
+    return {**getattr(processor, "images_kwargs", {}), **defaults}
 
 
 class AudioProcessor(MediaProcessor):
