@@ -1,5 +1,6 @@
 """Kernels in CUDA C++: recorded, compiled without a GPU, and kept in Triton's cache directory as Triton's are."""
 
+import sys
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -81,6 +82,15 @@ def test_where_it_cannot_be_compiled_the_triton_kernel_runs(monkeypatch: pytest.
         assert cluster_divergence.resident_clusters(device, CLUSTER=2) == 0
     with stub_driver(target_of("sm_80")):
         assert cluster_divergence.resident_clusters(device, CLUSTER=4) == 0
+
+
+def test_a_missing_package_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(cluster_divergence, "_compiled", {})
+    _cuda_kernel._compiler_version.cache_clear()
+    with stub_driver(target_of("sm_90")), pytest.warns(UserWarning, match="a slower kernel is: .*cuda.bindings"):
+        assert cluster_divergence.resident_clusters(torch.device("cuda", 79), CLUSTER=2) == 0
 
 
 @pytest.mark.skipif(find_spec("cuda.bindings") is None, reason="not installed")

@@ -15,7 +15,6 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -116,14 +115,12 @@ class CudaKernel:
         return self._compiled[key]
 
     def resident_clusters(self, device: torch.device, **constants: int) -> int:
-        """How many clusters the GPU holds at once; 0 if it cannot run the kernel, and without `cuda.bindings`."""
+        """How many clusters the GPU holds at once; 0 for other GPUs, and, with a warning, where the kernel fails."""
         return _resident_clusters(self, device, tuple(constants.items()))
 
 
 @functools.cache
 def _resident_clusters(kernel: CudaKernel, device: torch.device, constants: tuple[tuple[str, int], ...]) -> int:
-    if torch.version.hip or find_spec("cuda") is None or find_spec("cuda.bindings") is None:
-        return 0
     with torch.cuda.device(device):
         if not kernel.supports(triton.runtime.driver.active.get_current_target()):
             return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import warnings
 from collections.abc import Callable
 from functools import partial, wraps
 from importlib import import_module
@@ -300,9 +301,15 @@ def causal_lm_forward(original: Forward, recipe: Head) -> Forward:
         routed = head_loss is None and (getattr(config, "output_router_logits", False) if routed is None else routed)
         # A loss function set on the model after patching takes precedence.
         keeps_loss = labels is None or not skip_logits or hasattr(self, "_loss_function")
-        # So does a head that was changed after patching: hooks on it are called.
-        keeps_loss = keeps_loss or reason_to_call(getattr(self, recipe.head)) is not None
-        if head_loss is None and (keeps_loss or (routed and not recipe.balanced)):
+        changed = None if keeps_loss else reason_to_call(getattr(self, recipe.head))
+        if head_loss is None and changed is not None:
+            # So do a head's hooks, which are called.
+            warnings.warn(
+                f"{type(self).__name__}.{recipe.head} was changed after patching, and the loss takes the memory of "
+                f"logits: {changed}",
+                stacklevel=2,
+            )
+        if head_loss is None and (keeps_loss or changed is not None or (routed and not recipe.balanced)):
             return original(self, **kwargs)
         kwargs.pop("labels", None)
         of_loss = {name: kwargs.pop(name) for name in LOSS_ARGUMENTS if name in kwargs}

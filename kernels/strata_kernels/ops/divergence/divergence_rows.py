@@ -143,13 +143,7 @@ def _launch(
 ) -> None:  # fmt: skip
     cluster = None if labels is not None else _cluster(z, t, form, dz)
     if cluster is not None:
-        assert dz is not None and scale is not None
-        launch(
-            cluster_divergence, (z.shape[0],),
-            z, t, dz, target, scale, loss, *z.shape, *(x.stride(0) * x.itemsize for x in (z, t, dz)), scale.stride(0),
-            form.ignore_index, form.beta, math.log2(math.e) / form.temperature,
-            CLUSTER=cluster,
-        )  # fmt: skip
+        _launch_clusters(z, t, target, scale, loss, form, dz, cluster)
         # A plan of launches is for all GPUs.
         if not z.is_meta:
             return
@@ -239,6 +233,19 @@ def _most_parts(z: Tensor, tile: Tile | NarrowTile, most: int) -> int:
 def _programs_at_once(tile: Tile | NarrowTile, z: Tensor) -> int:
     """Number of programs that are resident at once on the GPU of z."""
     return _REGISTERS // (32 * tile.warps * tile.registers) * multiprocessors(z.device)
+
+
+def _launch_clusters(
+    z: Tensor, t: Tensor, target: Tensor, scale: Tensor | None, loss: Tensor, form: Form, dz: Tensor | None,
+    cluster: int,
+) -> None:  # fmt: skip
+    assert dz is not None and scale is not None
+    launch(
+        cluster_divergence, (z.shape[0],),
+        z, t, dz, target, scale, loss, *z.shape, *(x.stride(0) * x.itemsize for x in (z, t, dz)), scale.stride(0),
+        form.ignore_index, form.beta, math.log2(math.e) / form.temperature,
+        CLUSTER=cluster,
+    )  # fmt: skip
 
 
 def _launch_narrow(
