@@ -18,9 +18,10 @@ from strata_platform.redact import redacted
 from strata_platform.spec import RunSpec, dump_spec
 from strata_platform.spec.sections.model import Lora, Model
 from tasks.runtime.data import PreparedData
+from tasks.runtime.data.preparation.tokenizer_files import PROCESSOR_FILES
 from tasks.runtime.export.adapter_export import export_adapter
 from tasks.runtime.export.check_folder import expected_of, media_results, verify
-from tasks.runtime.export.publish import PROCESSOR_FILES, RECORD, publish
+from tasks.runtime.export.publish import RECORD, publish
 from tasks.runtime.export.serving_formats import write_formats
 from tasks.runtime.models.build import set_special_tokens
 from tasks.runtime.models.config import PRESETS, load_config

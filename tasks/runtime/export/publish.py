@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from strata_platform.spec.sections.export import Export
-from tasks.runtime.data.preparation.tokenizer_files import TOKENIZER_FILES
+from tasks.runtime.data.preparation.tokenizer_files import PROCESSOR_FILES, TOKENIZER_FILES
 from tasks.runtime.process.object_store_url import open_url
 
 log = logging.getLogger(__name__)
@@ -18,8 +18,6 @@ _EARLIER = ("*.safetensors", "*.bin", "*.gguf", "*.index.json", "adapter_config.
             "fp8/*", "int4/*")  # fmt: skip
 RECORD = "strata_record.json"
 """Name of the run's record, which only exported models have."""
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""Files of a multimodal model, next to those of its tokenizer."""
 # Patterns of all files that an export writes.
 _EXPORTED = (RECORD, "README.md", "config.json", "generation_config.json", "model*.safetensors",
              "model.safetensors.index.json", "*.gguf", *TOKENIZER_FILES, *PROCESSOR_FILES,

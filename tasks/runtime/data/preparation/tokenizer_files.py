@@ -4,5 +4,5 @@ TOKENIZER_FILES = ("*.jinja", "*.model", "*.tiktoken", "added_tokens.json", "add
                    "merges.txt", "special_tokens_map.json", "tekken.json", "tokenizer*.json", "vocab.*")  # fmt: skip
 """Glob patterns of the files of a tokenizer."""
 
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-"""Files of a processor of images or audio that change what it makes of them."""
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+"""Files of a processor of images or audio."""
