@@ -1,6 +1,7 @@
 """Kernels in CUDA C++: recorded, compiled without a GPU, and kept in Triton's cache directory as Triton's are."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,8 @@ from strata_kernels import jsd
 from strata_kernels.ops import _cuda_kernel
 from strata_kernels.ops._cuda_kernel import CudaKernel
 from strata_kernels.ops.divergence.cluster_kernel import cluster_divergence, cluster_of
+from strata_kernels.ops.divergence.divergence_reference import Form
+from strata_kernels.ops.divergence.divergence_rows import divergence_rows
 from strata_kernels.warmup import Plan, bake, record, triton_cache
 from strata_kernels.warmup.compile_counter import count_compiles
 from strata_kernels.warmup.cross_compile import stub_driver, target_of
@@ -102,3 +105,26 @@ def test_a_baked_cache_without_it_that_is_read_only_leaves_the_triton_kernel(mon
         knobs.cache.dir = str(cache)
         with pytest.warns(UserWarning, match="a slower kernel is: .*Not a directory"):
             assert cluster_divergence.resident_clusters(torch.device("cuda", 78), CLUSTER=2) == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_thread_that_has_not_used_the_gpu_launches_it() -> None:
+    from cuda.bindings import driver
+
+    device = torch.device("cuda")
+    z, t = torch.randn(2, 64, 131072, dtype=torch.bfloat16, device=device)
+    if cluster_divergence.resident_clusters(z.device, CLUSTER=8) == 0:
+        pytest.skip("no Hopper GPU")
+    target, loss = torch.zeros(64, dtype=torch.int64, device=device), torch.empty(64, device=device)
+    expected, dz = jsd(z, t, reduction="none"), torch.empty_like(z)
+    scale, form = torch.ones(1, device=device).expand(64), Form("jsd")
+    torch.cuda.synchronize()
+
+    def launch() -> None:
+        assert driver.cuCtxSetCurrent(0)[0] == 0
+        divergence_rows(z, t, target, scale, loss, form, dz)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(launch).result()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)

@@ -187,12 +187,17 @@ class CompiledCudaKernel:
 
         function, clusters = self._on_device()
         values = args[: len(self._types)]
-        _check(
-            driver.cuLaunchKernel(
-                function, self._cluster * min(tasks, clusters), 1, 1, self._kernel.threads, 1, 1, self._kernel.shared,
-                stream, (values, self._types), 0,
-            )
+        launch = functools.partial(
+            driver.cuLaunchKernel,
+            function, self._cluster * min(tasks, clusters), 1, 1, self._kernel.threads, 1, 1, self._kernel.shared,
+            stream, (values, self._types), 0,
         )  # fmt: skip
+        result = launch()
+        if result[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+            # A thread that has not used the GPU; this gives it the device's context.
+            torch.cuda.synchronize()
+            result = launch()
+        _check(result)
 
     def _on_device(self) -> tuple[Any, int]:
         device = torch.cuda.current_device()
