@@ -42,8 +42,6 @@ log = logging.getLogger(__name__)
 _WARMUP = 4
 # With `auto`, graphs are worth their while if the host takes this share of the time of a forward pass, or more.
 _HOST_BOUND = 0.8
-# With `auto`, a shape is captured if so many passes fit into free memory: its own, and that of a batch without graphs.
-_FREE_PASSES = 2
 # Each takes memory; micro-batches of further shapes run without graphs.
 _MOST_GRAPHS = 24
 # The fewest sequences of a batch that it is padded to, with empty ones: few shapes instead of one for every number.
@@ -122,6 +120,8 @@ class CudaGraphs:
         self._seen: set[_Shape] = set()
         self._graphs: dict[_Shape, _Graphs] = {}
         self._off = self._full = False
+        # Bytes of the memory that all graphs share.
+        self._held = 0
         self._pool: Any = None
         self._stream: Any = None
 
@@ -177,7 +177,7 @@ class CudaGraphs:
         if self._graphs and not next(iter(self._graphs.values())).is_valid():
             # Something replaced the weights' memory, which the graphs still read.
             self._graphs.clear()
-            self._pool = None
+            self._pool, self._held = None, 0
         if shape not in self._graphs:
             # The first of a shape may compile kernels, which a capture must not.
             captured = shape in self._seen and len(self._graphs) < _MOST_GRAPHS and self._fits()
@@ -202,11 +202,13 @@ class CudaGraphs:
     def _fits(self) -> bool:
         """Whether the graphs of one more shape leave memory for a batch that runs without."""
         if not (self._always or self._full):
-            needed, free = _FREE_PASSES * self._passes.memory(), _free_memory()
+            largest, free = self._passes.memory(), _free_memory()
+            needed = largest + max(largest - self._held, 0)
             self._full = needed > free
             if self._full:
                 log.info(
-                    "CUDA graphs: %s, because %.1f GiB of memory are free, and two passes take %.1f",
+                    "CUDA graphs: %s, because %.1f GiB of memory are free, and a further shape beside a batch without "
+                    "graphs may take %.1f",
                     f"no more than {len(self._graphs)}" if self._graphs else "off", free / 2**30, needed / 2**30,
                 )  # fmt: skip
         return not self._full
@@ -217,11 +219,13 @@ class CudaGraphs:
             # The allocator uses memory again only on the stream that had it: another stream for each shape would have
             # memory of its own in the same pool.
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        free = _free_memory()
         try:
             with self._context():
                 self._graphs[shape] = _Graphs.capture(
                     self._objective, model, batch, items, max_targets, self._pool, self._stream, self._sums
                 )
+            self._held += max(free - _free_memory(), 0)
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
             if self._always:

@@ -187,15 +187,31 @@ def test_a_kernel_compiled_in_a_timed_pass_does_not_make_the_host_slow():
 
 
 @pytest.mark.parametrize(
-    ("free", "captured"), [([29], 0), ([31, 29], 1), ([31, 31], 2)], ids=["none fits", "one fits", "both fit"]
+    ("free", "taken", "captured"),
+    [
+        pytest.param(29, [15], 0, id="none fits"),
+        # The second shape needs no more memory.
+        pytest.param(31, [15, 0], 2, id="both fit"),
+        # Of the first shape, which is smaller than the largest pass; the second may need the rest.
+        pytest.param(31, [10, 5], 2, id="the second is larger"),
+        pytest.param(31, [17], 1, id="one fits"),
+    ],
 )
-def test_graphs_leave_memory_for_batches_without(tmp_path, monkeypatch, caplog, free, captured):
-    """A pass takes 15 GiB; each shape is captured only if two passes are free."""
+def test_graphs_leave_memory_for_batches_without(tmp_path, monkeypatch, caplog, free, taken, captured):
+    """The largest pass takes 15 GiB; the graphs of both shapes share memory."""
     graphs = SimpleNamespace(is_valid=lambda: True, loss=lambda *batch, accumulates: torch.tensor(2.0))
-    made, left = [], [gib * 2**30 for gib in free]
-    monkeypatch.setattr(cuda_graphs._Graphs, "capture", lambda *arguments: made.append(arguments) or graphs)
-    monkeypatch.setattr(cuda_graphs, "_free_memory", lambda: left.pop(0))
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    made, left = [], list(taken)
+
+    def capture(*arguments):
+        made.append(arguments)
+        nonlocal free
+        free -= left.pop(0)
+        return graphs
+
+    monkeypatch.setattr(cuda_graphs._Graphs, "capture", capture)
+    monkeypatch.setattr(cuda_graphs, "_free_memory", lambda: free * 2**30)
+    for name in ("graph_pool_handle", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, object)
     spec = make_spec(tmp_path, "memory", training={"cuda_graphs": "auto", "gradient_accumulation_steps": 5})
     eager = SimpleNamespace(unit="token", micro_batch_loss=lambda *batch: MicroBatchLoss(torch.tensor(1.0), {}))
     objective = CudaGraphs(eager, spec.training, None)
@@ -209,8 +225,10 @@ def test_graphs_leave_memory_for_batches_without(tmp_path, monkeypatch, caplog, 
             objective.micro_batch_loss(None, batch, torch.tensor(1)).loss.item() for _ in range(3) for batch in batches
         ]
     assert warmup == [1] * 6 and len(made) == captured
+    # One stream and one pool, or the shapes would not share memory.
+    assert len({(id(pool), id(stream)) for *_, pool, stream, _ in made}) <= 1
     assert losses == {0: [1] * 6, 1: [1, 1, 2, 1, 2, 1], 2: [1, 1, 2, 2, 2, 2]}[captured]
-    told = {0: "off, because 29.0 GiB", 1: "no more than 1, because 29.0 GiB", 2: "on,"}[captured]
+    told = {0: "off, because 29.0 GiB", 1: "no more than 1, because 14.0 GiB", 2: "on,"}[captured]
     assert told in caplog.text
 
 
