@@ -222,6 +222,13 @@ CHECKS = (
         "the package of objective.generation.engine is installed",
     ),
     Check(
+        "cache of generation",
+        ("plan", "launch"),
+        "generation:require_shared_cache",
+        ("spec.model", "spec.objective"),
+        "where the embedded engine generates, the model keeps its state in transformers' common cache",
+    ),
+    Check(
         "FP8 on the GPU",
         ("pod",),
         "models.float8:require_float8",

@@ -6,7 +6,16 @@
 from __future__ import annotations
 
 from tasks.runtime.generation.embedded import EmbeddedGenerator
-from tasks.runtime.generation.engines import require_engine, start_engine
+from tasks.runtime.generation.engines import require_engine, require_shared_cache, start_engine
 from tasks.runtime.generation.generator import Generator, Request, Sample, Sampling
 
-__all__ = ["EmbeddedGenerator", "Generator", "Request", "Sample", "Sampling", "require_engine", "start_engine"]
+__all__ = [
+    "EmbeddedGenerator",
+    "Generator",
+    "Request",
+    "Sample",
+    "Sampling",
+    "require_engine",
+    "require_shared_cache",
+    "start_engine",
+]

@@ -5,8 +5,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from strata_kernels.patch.engine import patch_model
+from strata_platform.spec.sections.model import Model
+from strata_platform.spec.sections.objectives import Generation, Grpo
 from strata_platform.spec.sections.training import Training
-from tasks.runtime.generation import EmbeddedGenerator, Request, Sampling
+from tasks.runtime.generation import EmbeddedGenerator, Request, Sampling, require_shared_cache
 from tasks.runtime.generation.decoders import Decoder, supports_static_cache
 from tasks.runtime.models.activations.activation_checkpointing import checkpoint_activations
 from tasks.runtime.models.attention.varlen_attention import has_varlen_attention, set_varlen_attention
@@ -65,6 +67,21 @@ def of_transformers(model, sampling=GREEDY):
     return found
 
 
+def of_passes(model):
+    """Each prompt by itself, and the whole text anew for each token."""
+    model.eval()
+    found = []
+    for prompt in PROMPTS:
+        text = list(prompt)
+        while len(text) - len(prompt) < GREEDY.max_new_tokens and (
+            len(text) == len(prompt) or text[-1] not in GREEDY.stop_token_ids
+        ):
+            with torch.no_grad():
+                text.append(int(model(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
+        found.append(text[len(prompt) :])
+    return found
+
+
 @pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched"])
 @pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -83,6 +100,36 @@ def test_greedy_answers_of_other_kinds_of_caches_are_those_of_transformers(famil
     model = build(family, **WINDOW) if family == "gemma3_text" else build_family(family)
     assert not supports_static_cache(model)
     assert ids(generator(model).generate(requests(), GREEDY)) == of_transformers(model)
+
+
+OWN_STATE = {
+    "minimax": None,
+    "recurrent_gemma": None,
+    "rwkv": {"attention_hidden_size": 32, "context_length": 64},
+    "xlstm": {"num_heads": 2, "num_blocks": 2, "chunk_size": 4, "mode": "inference"},
+}
+
+
+@pytest.mark.parametrize("family", OWN_STATE)
+def test_families_with_a_state_of_their_own_are_refused_because_they_fail(family, tmp_path):
+    """They end in errors, or give other answers than a forward pass without a cache."""
+    changes = OWN_STATE[family]
+    model = build_family(family) if changes is None else build(family, **changes)
+    for parameter in model.parameters():
+        # Or the last token alone would decide on the next.
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    try:
+        answers = ids(generator(model).generate(requests(), GREEDY))
+    except (AttributeError, IndexError, RuntimeError, ValueError):
+        pass
+    else:
+        assert answers != of_passes(model)
+    model.config.save_pretrained(tmp_path)
+    named, objective = Model(name=str(tmp_path)), Grpo(type="grpo", rewards=[{"function": "numeric"}])
+    with pytest.raises(ValueError, match=f"'embedded' cannot generate .* type {family} keep their state"):
+        require_shared_cache(named, objective)
+    require_shared_cache(named, objective.model_copy(update={"generation": Generation(engine="vllm")}))
 
 
 @pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "mamba2", "qwen3_next"])
