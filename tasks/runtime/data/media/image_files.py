@@ -65,8 +65,8 @@ class ImageReader:
 def open_picture(content: bytes) -> Image.Image:
     """The picture in the bytes of a file, upright by its EXIF and in RGB, as transformers' `load_image` gives it.
 
-    Raises ValueError when it is damaged, of another format than common pictures, or of more pixels than Pillow's limit,
-    `Image.MAX_IMAGE_PIXELS`.
+    Raises ValueError when it is damaged, of another format than common pictures, of 32 bits per shade, or of more
+    pixels than Pillow's limit, `Image.MAX_IMAGE_PIXELS`.
     """
     from PIL import Image, ImageOps
 
@@ -81,6 +81,9 @@ def open_picture(content: bytes) -> Image.Image:
                     # Pillow's own conversion clips at 255.
                     shades = np.asarray(picture).astype(np.float32) / 65535 * 255
                     picture = Image.fromarray(shades.round().astype(np.uint8))
+                elif opened.mode in ("F", "I"):
+                    # Which value is white is not in the file; Pillow's own conversion clips at 255.
+                    raise ValueError(f"its pixels are of 32 bits (Pillow's mode {opened.mode}); save it with 8 or 16 bits")
                 return picture.convert("RGB")
     # A damaged file causes errors of any type.
     except Exception as error:

@@ -95,7 +95,7 @@ def _digest(recipe: DataRecipe, source: Source) -> str:
     parts += [_file_digest(path) for file in PROCESSOR_FILES if (path := Path(recipe.model) / file).is_file()]
     if recipe.data.image_max_pixels is not None:
         # Images that it made smaller were stored clipped by earlier versions.
-        parts.append("gray of 16 bits is scaled")
+        parts.append("gray of 16 bits is scaled, 32 bits are refused")
     if is_own(recipe.data.format):
         parts.append(f"format {own_digest(recipe.data)}")
     template = recipe.data.chat_template or ""

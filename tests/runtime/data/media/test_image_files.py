@@ -42,6 +42,15 @@ def test_gray_of_16_bits_keeps_its_shades(kind):
     assert picture.mode == "RGB" and np.array_equal(np.asarray(picture), np.stack([expected] * 3, axis=-1))
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_shades_of_32_bits_are_refused(dtype):
+    """Pillow makes all three of these white."""
+    content = saved(Image.fromarray(np.array([[300, 1000, 65535]], dtype)), "TIFF")
+    assert np.asarray(Image.open(io.BytesIO(content)).convert("RGB")).min() == 255
+    with pytest.raises(ValueError, match=r"its pixels are of 32 bits .* save it with 8 or 16"):
+        open_picture(content)
+
+
 @pytest.fixture
 def folder(tmp_path):
     RED.save(tmp_path / "red.png")
