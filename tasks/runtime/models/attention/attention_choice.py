@@ -72,4 +72,7 @@ def _classes_of(config: PretrainedConfig) -> set[Any]:
 
 def _supports(config: PretrainedConfig, implementation: str) -> bool:
     """Whether the classes say that they have `sdpa` or `flash_attn`. An unknown class answers when it is built."""
+    # In transformers 5.17, Gemma 2 says that it has sdpa, which drops the cap of its scores.
+    if implementation == "sdpa" and getattr(config.get_text_config(), "attn_logit_softcapping", None):
+        return False
     return all(bool(getattr(cls, f"_supports_{implementation}", False)) for cls in _classes_of(config))

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Gemma2Config, GemmaConfig, PaliGemmaConfig
+from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 from strata_platform.spec.sections.model import Model
 from tasks.runtime.models.attention.attention_choice import choose_attention
@@ -25,7 +26,24 @@ def save(folder, model_type):
 def test_auto_is_what_transformers_takes_by_itself(model_type):
     config = CONFIG_MAPPING[model_type](**SIZES)
     assert choose_attention("auto", config) == AUTO[model_type]
-    assert AutoModelForCausalLM.from_config(config).config._attn_implementation == AUTO[model_type]
+    made = AutoModelForCausalLM.from_config(config)
+    # transformers 5.17 takes sdpa for Gemma 2, without the cap of its scores.
+    if not (model_type == "gemma2" and made._supports_sdpa):
+        assert made.config._attn_implementation == AUTO[model_type]
+
+
+@pytest.mark.parametrize("attention", ["auto", "eager"])
+def test_scores_are_capped_where_the_class_says_that_it_has_sdpa(tmp_path, monkeypatch, attention):
+    """As Gemma 2 says in transformers 5.17. The reference is the family's own eager attention."""
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
+    config = Gemma2Config(**SIZES, attn_logit_softcapping=0.01, query_pre_attn_scalar=1)
+    reference = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    reference.save_pretrained(tmp_path)
+    tokens = torch.arange(12)[None]
+    built = build_model(Model(name=str(tmp_path), attention=attention), 0).eval()
+    torch.testing.assert_close(built(tokens).logits, reference(tokens).logits)
+    with pytest.raises(ValueError, match="'sdpa': Gemma2ForCausalLM does not support it"):
+        require_attention(Model(name=str(tmp_path), attention="sdpa"))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
