@@ -83,7 +83,7 @@ def open_picture(content: bytes) -> Image.Image:
                     picture = Image.fromarray(shades.round().astype(np.uint8))
                 elif opened.mode in ("F", "I"):
                     # Which value is white is not in the file; Pillow's own conversion clips at 255.
-                    raise ValueError(f"its pixels are of 32 bits (Pillow's mode {opened.mode}); save it with 8 or 16 bits")
+                    raise ValueError(f"its shades have 32 bits (Pillow's mode {opened.mode}); save it with 8 or 16")
                 return picture.convert("RGB")
     # A damaged file causes errors of any type.
     except Exception as error:

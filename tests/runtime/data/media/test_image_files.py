@@ -47,7 +47,7 @@ def test_shades_of_32_bits_are_refused(dtype):
     """Pillow makes all three of these white."""
     content = saved(Image.fromarray(np.array([[300, 1000, 65535]], dtype)), "TIFF")
     assert np.asarray(Image.open(io.BytesIO(content)).convert("RGB")).min() == 255
-    with pytest.raises(ValueError, match=r"its pixels are of 32 bits .* save it with 8 or 16"):
+    with pytest.raises(ValueError, match=r"its shades have 32 bits .* save it with 8 or 16"):
         open_picture(content)
 
 
