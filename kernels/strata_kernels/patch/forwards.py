@@ -303,7 +303,7 @@ def causal_lm_forward(original: Forward, recipe: Head) -> Forward:
         keeps_loss = labels is None or not skip_logits or hasattr(self, "_loss_function")
         changed = None if keeps_loss else reason_to_call(getattr(self, recipe.head))
         if head_loss is None and changed is not None:
-            # So do a head's hooks, which are called.
+            # Only its own call runs its hooks, or multiplies by its quantized weight.
             warnings.warn(
                 f"{type(self).__name__}.{recipe.head} was changed after patching, and the loss takes the memory of "
                 f"logits: {changed}",
